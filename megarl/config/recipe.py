@@ -1,0 +1,218 @@
+"""The recipe: every knob of a run as one typed tree.
+
+A field's docstring is its help text. Checks that need one field or one section stand beside it; those that join
+sections, the model or the world size are in `checks.py`. A choice is a union on `type`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+LearningRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Model(Section):
+    path: Path
+    """Hugging Face directory with config.json, *.safetensors and the tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters; gradients are accumulated and the optimizer steps in float32."""
+
+
+class Layout(Section):
+    tensor: PositiveInt = 1
+    """Tensor-parallel size: each layer's matrices are split over this many ranks."""
+    pipeline: PositiveInt = 1
+    """Pipeline-parallel size: the layers are split into this many stages."""
+
+
+class ConstantSchedule(Section):
+    type: Literal["constant"] = "constant"
+    """The learning rate stays at its value after the warm-up."""
+
+
+class CosineSchedule(Section):
+    type: Literal["cosine"] = "cosine"
+    """The learning rate falls along half a cosine from the end of the warm-up to the last step."""
+    final_ratio: Fraction = 0.1
+    """Learning rate of the last step as a fraction of the peak."""
+
+
+class Optimizer(Section):
+    learning_rate: LearningRate
+    """Peak learning rate of Adam."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps over which the learning rate rises linearly from zero."""
+    schedule: ConstantSchedule | CosineSchedule = Field(default=ConstantSchedule(), discriminator="type")
+    """What the learning rate does after the warm-up."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """Adam's decay rates of the first and second moment."""
+    epsilon: PositiveFloat = 1e-8
+    """Adam's term for numerical stability."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay."""
+    clip: PositiveFloat = 1.0
+    """Largest norm of the whole gradient; a longer one is scaled down to it."""
+
+
+class Checkpoint(Section):
+    every: NonNegativeInt = 0
+    """Save model, optimizer and run state after each this many steps; 0: only at the end."""
+    final: bool = True
+    """Save them after the last step, so that the run can be resumed with more steps."""
+
+
+class Runtime(Section):
+    deadline_s: PositiveFloat = 1800.0
+    """Seconds a rank waits for the others, or for a batch, before the job is ended with the missing one's name."""
+
+
+class SftData(Section):
+    train: Path
+    """JSON lines, each {"prompt": ..., "response": ...}; used in order, again from the top when they end."""
+
+
+class SftBatch(Section):
+    sequences: PositiveInt
+    """Sequences in the global batch of one optimizer step."""
+    micro_sequences: PositiveInt = 8
+    """Most sequences in one forward and backward pass of one data-parallel rank; changes memory, not results."""
+
+
+class RlData(Section):
+    train: Path
+    """JSON lines, each {"prompt": ..., "answer": ...}; used in order, again from the top when they end."""
+    test: Path
+    """JSON lines of the same form, held out; for the evaluations."""
+
+
+class RlBatch(Section):
+    prompts: PositiveInt
+    """Prompts in one step; each makes one group."""
+    group_size: Annotated[int, Field(ge=2)]
+    """Samples of each prompt."""
+    micro_sequences: PositiveInt = 8
+    """Most sequences in one forward and backward pass of one data-parallel rank; changes memory, not results."""
+
+
+class Rollout(Section):
+    tensor_parallel: PositiveInt = 1
+    """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of training rollouts; the trainer scales its logits by it too."""
+    max_new_tokens: PositiveInt
+    """Longest response, in tokens."""
+    start_timeout_s: PositiveFloat = 300.0
+    """Seconds an engine may take from its start until it is healthy."""
+    server_args: dict[str, Any] = {}
+    """Further SGLang server arguments by their ServerArgs names, such as mem_fraction_static."""
+
+
+class ExactMatch(Section):
+    type: Literal["exact_match"] = "exact_match"
+    """1 if the last match of `pattern`'s group equals the answer, else 0."""
+    pattern: str = r"<answer>\s*(.*?)\s*</answer>"
+    """Regular expression with one group that finds the answer in the response."""
+
+
+class MathVerify(Section):
+    type: Literal["math_verify"] = "math_verify"
+    """1 if math-verify finds the response's final expression equal to the answer, else 0."""
+
+
+class RewardWorkers(Section):
+    rule: ExactMatch | MathVerify = Field(discriminator="type")
+    """How a response is scored."""
+    workers: PositiveInt = 1
+    """Processes that score responses."""
+    timeout_s: PositiveFloat = 5.0
+    """Seconds one response may take; then the worker is killed and the reward is 0."""
+
+
+class Grpo(Section):
+    type: Literal["grpo"] = "grpo"
+    """Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
+    clip_low: Fraction = 0.2
+    """The probability ratio is clipped below at 1 - clip_low."""
+    clip_high: NonNegativeFloat = 0.2
+    """The probability ratio is clipped above at 1 + clip_high."""
+    kl_coefficient: NonNegativeFloat = 0.0
+    """Weight of the KL divergence to the initial policy; 0: no reference model is built."""
+    minibatches: PositiveInt = 1
+    """Optimizer updates a step; the step's sequences are divided evenly among them."""
+
+
+class Evaluation(Section):
+    problems: NonNegativeInt = 256
+    """Held-out problems, the first of data.test; 0: no evaluation."""
+    every: NonNegativeInt = 0
+    """Evaluate after each this many steps; 0: only before the first and after the last."""
+
+
+class Stage(Section):
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Short name; the default run directory is runs/<name>."""
+    run_dir: Path | None = None
+    """Where logs, metrics, checkpoints and the trained model are written."""
+    seed: NonNegativeInt = 0
+    """Seed of everything random."""
+    steps: PositiveInt
+    """Steps to train."""
+    model: Model
+    """The initial policy."""
+    layout: Layout = Layout()
+    """How the model is spread over the ranks; what is left over is data-parallel."""
+    optimizer: Optimizer
+    """How weights follow gradients."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When the run is saved."""
+    runtime: Runtime = Runtime()
+    """Deadlines."""
+
+    @property
+    def directory(self) -> Path:
+        """The run directory."""
+        return self.run_dir if self.run_dir is not None else Path("runs") / self.name
+
+
+class SftRecipe(Stage):
+    type: Literal["sft"]
+    """Supervised fine-tuning on demonstrations."""
+    data: SftData
+    """The demonstrations."""
+    batch: SftBatch
+    """How many sequences a step takes."""
+
+
+class RlRecipe(Stage):
+    type: Literal["rl"]
+    """Reinforcement learning from verifiable rewards."""
+    data: RlData
+    """The problems."""
+    batch: RlBatch
+    """How many samples a step takes."""
+    rollout: Rollout
+    """The engines and how they sample."""
+    reward: RewardWorkers
+    """How responses are scored."""
+    algorithm: Grpo = Grpo()
+    """How rewards become a loss."""
+    evaluation: Evaluation = Evaluation()
+    """Accuracy on held-out problems."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in one step."""
+        return self.batch.prompts * self.batch.group_size
+
+
+Recipe = Annotated[SftRecipe | RlRecipe, Field(discriminator="type")]

@@ -1,0 +1,68 @@
+"""What flows round the ring: prompts become groups of trajectories, which become batches.
+
+Plain structs of plain values, so that every process can hold them and msgpack can carry them. No torch, no numpy:
+this module loads in milliseconds on a login node.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+# The number of optimizer updates that have been finished; the initial weights are version 0.
+WeightVersion = int
+
+FinishReason = Literal["stop", "length"]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """One problem: what the policy is asked and what the reward compares with.
+
+    `index` is the prompt's place in its run's sequence, so it names the prompt uniquely and repeatably.
+    """
+
+    index: int
+    text: str
+    input_ids: list[int]
+    answer: str
+
+
+class VersionSpan(msgspec.Struct, frozen=True):
+    """Output tokens `start` to `end` (exclusive) were sampled by weights `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What an engine answers for one sample. `logprobs[i]` is the sampling log-probability (nats) of `output_ids[i]`."""
+
+    output_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    version: WeightVersion
+
+
+class Trajectory(msgspec.Struct):
+    """One response with its reward. `engine_logprobs` are the engine's, in nats, one for each output token."""
+
+    output_ids: list[int]
+    engine_logprobs: list[float]
+    versions: list[VersionSpan]
+    finish_reason: FinishReason
+    text: str
+    reward: float
+
+
+class Group(msgspec.Struct):
+    """All samples of one prompt; the unit that enters and leaves the transfer queue."""
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+
+    @property
+    def oldest_version(self) -> WeightVersion:
+        """The version of the oldest token of any trajectory."""
+        return min(span.version for trajectory in self.trajectories for span in trajectory.versions)
