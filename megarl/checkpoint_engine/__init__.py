@@ -1,0 +1,8 @@
+"""Weights in motion: from the trainer's ranks into the rollout engines, checked before they are used.
+
+Sees both sides through small protocols and imports neither megatron nor sglang.
+"""
+
+from megarl.checkpoint_engine.publish import PublishError, publish
+
+__all__ = ["PublishError", "publish"]

@@ -1,0 +1,31 @@
+"""What a run is fed: problems and demonstrations from JSON lines, and their token ids through the chat template.
+
+Used by the trainers and the coordinator, and by the scripts that make the example tasks. Every mistake in a file is a
+DataError that names file and line, found before a GPU is used. Imports no torch.
+"""
+
+from megarl.data import carry_addition, sums
+from megarl.data.chat import load_tokenizer, prompt_ids, prompts_ids, response_ids
+from megarl.data.errors import DataError
+from megarl.data.jsonl import Demonstration, Problem, read_demonstrations, read_problems
+from megarl.data.sequence import Sequence, encode_demonstrations
+from megarl.data.writing import already_prepared, whole_directory, write_rows
+
+__all__ = [
+    "DataError",
+    "Demonstration",
+    "Problem",
+    "Sequence",
+    "already_prepared",
+    "carry_addition",
+    "encode_demonstrations",
+    "load_tokenizer",
+    "prompt_ids",
+    "prompts_ids",
+    "read_demonstrations",
+    "read_problems",
+    "response_ids",
+    "sums",
+    "whole_directory",
+    "write_rows",
+]

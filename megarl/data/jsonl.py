@@ -1,0 +1,108 @@
+"""Problems and demonstrations from JSON lines, checked row by row before a GPU is used.
+
+Row i of the result is line i + 1 of the file: blank lines are errors (except at the end), so that every later complaint
+about a row can name its line. Keys other than those expected are ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from megarl.data.errors import DataError
+
+UTF8_MARK = b"\xef\xbb\xbf"
+
+
+class Demonstration(msgspec.Struct, frozen=True):
+    """What the user says and what the model should answer."""
+
+    prompt: str
+    response: str
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What the user asks and the answer that a reward compares with."""
+
+    prompt: str
+    answer: str
+
+
+Row = TypeVar("Row", Demonstration, Problem)
+
+
+def read_demonstrations(path: Path | str) -> list[Demonstration]:
+    """All rows of `path`, JSON lines with prompt and response. Raises DataError with file and line."""
+    return _read(Path(path), Demonstration)
+
+
+def read_problems(path: Path | str) -> list[Problem]:
+    """All rows of `path`, JSON lines with prompt and answer. Raises DataError with file and line."""
+    return _read(Path(path), Problem)
+
+
+def _read(path: Path, kind: type[Row]) -> list[Row]:
+    decode = msgspec.json.Decoder(kind).decode
+    rows = []
+    for number, line in _lines(path):
+        try:
+            row = decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise DataError(f"{path}: line {number}: {_complaint(line, kind)}") from None
+        empty = next((name for name in kind.__struct_fields__ if not getattr(row, name).strip()), None)
+        if empty is not None:
+            raise DataError(f"{path}: line {number}: {empty!r} is empty")
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path}: no rows; expected JSON lines with {' and '.join(kind.__struct_fields__)}")
+    return rows
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Line numbers from 1 and lines that are not blank; blank ones may only end the file."""
+    blank = 0
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if number == 1:
+                    line = line.removeprefix(UTF8_MARK)
+                if line.isspace() or not line:
+                    blank = blank or number
+                    continue
+                if blank:
+                    raise DataError(f"{path}: line {blank}: blank; remove it, each line is one row")
+                yield number, line
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: is a directory; expected a file of JSON lines") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _complaint(line: bytes, kind: type[Row]) -> str:
+    """Why `line` is no row; slow and only for the one row that ends the reading."""
+    expected = kind.__struct_fields__
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start}"
+    try:
+        found: Any = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        return f"not JSON: {error}; the line begins {text[:60].strip()!r}"
+    if not isinstance(found, dict):
+        return f"expected an object with {' and '.join(expected)}, found {_json_name(found)}"
+    missing = [name for name in expected if name not in found]
+    if missing:
+        return f"no {' and no '.join(missing)}: expected the keys {', '.join(expected)}, found {', '.join(found) or 'none'}"
+    wrong = next(name for name in expected if not isinstance(found[name], str))
+    return f"{wrong!r} is {_json_name(found[wrong])}, expected a string"
+
+
+def _json_name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
+    return names.get(type(value), "null")

@@ -1,0 +1,57 @@
+"""Model and optimizer as a Megatron distributed checkpoint (torch_dist): written by all ranks, loadable at any layout."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from multiprocessing.managers import SyncManager
+from pathlib import Path
+from typing import Any
+
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+from megatron.core import dist_checkpointing, parallel_state
+
+from megarl.runtime import die_with_parent
+
+# Every other way to shard the optimizer is tied to one layout, or fails for this optimizer.
+_SHARDING = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+def save(directory: Path, model: Any, optimizer: Any) -> None:
+    """Write the checkpoint into the existing, empty `directory`; returns when all ranks have written."""
+    _start_results_queue()
+    dist_checkpointing.save(_state(model, optimizer, loading=False), str(directory), content_metadata=_SHARDING)
+
+
+def load(directory: Path, model: Any, optimizer: Any) -> None:
+    """Restore model and optimizer in place from `directory`, saved at any layout."""
+    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory))
+    model.module.load_state_dict(state["model"], strict=True)
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+    metadata = {**_SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
+    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def _start_results_queue() -> None:
+    """The queue of the writer processes, served by a process that ends with this rank.
+
+    The one that Megatron would start outlives a killed rank, holds the launcher's output open and so keeps the whole
+    job from ending.
+    """
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(initializer=die_with_parent, initargs=(os.getpid(),))
+        filesystem_async._results_queue = manager.Queue()
+        _managers.append(manager)
+
+
+_managers: list[SyncManager] = []  # an unreferenced manager would end

@@ -1,0 +1,78 @@
+"""Megatron-core 0.16.1 on a machine without CUDA: the whole shim, in one place.
+
+Megatron names "cuda" as the device in many calls. Each patch below redirects one kind of call; line numbers are of
+megatron/core. `install()` must run after megatron is imported and before anything is built with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import megatron.core.tensor_parallel.random as megatron_random
+import torch
+
+_CPU = torch.device("cpu")
+_FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
+_installed = False
+
+
+def install() -> None:
+    """Apply the patches, once; refuses on a machine that has a GPU."""
+    global _installed
+    if torch.cuda.is_available():
+        raise RuntimeError("the CPU shim is only for machines without a GPU")
+    if _installed:
+        return
+    _installed = True
+    # p2p_communication.py:313, rotary_pos_embedding.py:162, mappings.py:141, param_and_grad_buffer.py:800
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    # p2p_communication.py:398, fully_parallel.py:272
+    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    # schedules.py:596, optimizer.py:481, clip_grads.py:103, dist_checkpointing/exchange_utils.py:98
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    # language_module.py:244 moves tied embeddings between pipeline stages
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    # optimizer.py:671 and clip_grads.py:167 compare a parameter's type with torch.cuda.FloatTensor
+    torch.Tensor.type = _cuda_type(torch.Tensor.type)  # type: ignore[method-assign]
+    # random.py:235, 447: dropout and initialisation draw from per-purpose states of the CUDA generator
+    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[assignment]
+    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[assignment]
+    torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
+    megatron_random.CudaRNGStatesTracker.fork = _fork
+
+
+def _on_cpu(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _cuda_type(original: Any) -> Any:
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    return type_
+
+
+@contextlib.contextmanager
+def _fork(self: Any, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+    """The tracker's own fork insists that the CPU generator is untouched, which here is the one in use."""
+    outer = torch.get_rng_state()
+    torch.set_rng_state(self.states_[name])
+    try:
+        yield
+    finally:
+        self.states_[name] = torch.get_rng_state()
+        torch.set_rng_state(outer)

@@ -1,0 +1,75 @@
+"""One reward worker: a process that scores responses one after the other and may be killed at any moment.
+
+Started by `pool.py`, spoken to over stdin and stdout. Each message to it is 4 bytes of length (little-endian) and that
+many of msgpack: first one `Setup`, then [response, answer] for each item. Each answer is 8 bytes, a little-endian
+double: first READY once the rule is loaded, then one reward for each item, in order, as soon as it is known. The
+worker ends when stdin closes. An exception in a rule ends it too: the pool counts that and scores the item 0.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import Any, BinaryIO
+
+import msgspec
+
+from megarl.rewards.rules import build_rule
+
+LENGTH = struct.Struct("<I")
+REWARD = struct.Struct("<d")
+READY = 1.0
+# math-verify with sympy needs a tenth of it; a hostile expression could take the node's
+ADDRESS_SPACE_BYTES = 2 << 30
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """What a worker is told first. `rule` is `reward.rule` as plain values; `warm_up` a pair to score and forget."""
+
+    rule: dict[str, Any]
+    warm_up: tuple[str, str]
+
+
+def main() -> None:
+    """Score until stdin closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process of the terminal; the pool decides
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    replies = _take_stdout()
+    requests = sys.stdin.buffer
+    setup = _receive(requests)
+    if setup is None:
+        return
+    options = msgspec.msgpack.decode(setup, type=Setup)
+    rule = build_rule(options.rule)
+    rule(*options.warm_up)
+    os.write(replies, REWARD.pack(READY))
+    decode = msgspec.msgpack.Decoder(tuple[str, str]).decode
+    while (request := _receive(requests)) is not None:
+        os.write(replies, REWARD.pack(rule(*decode(request))))
+
+
+def message(content: Any) -> bytes:
+    """`content` as one message to a worker."""
+    body = msgspec.msgpack.encode(content)
+    return LENGTH.pack(len(body)) + body
+
+
+def _take_stdout() -> int:
+    """A private descriptor for replies; what libraries print goes to stderr from now on."""
+    replies = os.dup(1)
+    os.dup2(2, 1)
+    return replies
+
+
+def _receive(stream: BinaryIO) -> bytes | None:
+    """The next message, or None when the stream has ended."""
+    header = stream.read(LENGTH.size)
+    if len(header) < LENGTH.size:
+        return None
+    (length,) = LENGTH.unpack(header)
+    body = stream.read(length)
+    return body if len(body) == length else None

@@ -1,0 +1,22 @@
+"""SGLang: engines as child processes, their client, and the coordinator that makes groups of responses with them.
+
+`server.py` runs inside the engine process and alone imports sglang; everything else speaks HTTP. This room never
+imports megatron.
+"""
+
+from megarl.rollout_engine.channel import Evaluation, Sample, Taken
+from megarl.rollout_engine.client import EngineClient
+from megarl.rollout_engine.engine import Engine, EngineAddress, EngineError
+from megarl.rollout_engine.handle import CoordinatorError, CoordinatorHandle
+
+__all__ = [
+    "CoordinatorError",
+    "CoordinatorHandle",
+    "Engine",
+    "EngineAddress",
+    "EngineClient",
+    "EngineError",
+    "Evaluation",
+    "Sample",
+    "Taken",
+]

@@ -1,0 +1,74 @@
+"""Request and reply between rank 0 and its coordinator: msgpack frames over a socket pair that no one else can reach."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from megarl.types import Group, WeightVersion
+
+HEADER = struct.Struct("!Q")
+
+
+class Generate(msgspec.Struct, tag=True):
+    """The engines hold `version` now: generate what it should train on. No reply."""
+
+    version: WeightVersion
+
+
+class Take(msgspec.Struct, tag=True):
+    """Wait for the groups of `step`. Reply: Taken."""
+
+    step: int
+
+
+class Evaluate(msgspec.Struct, tag=True):
+    """Answer the held-out problems. Reply: Evaluation."""
+
+
+class Taken(msgspec.Struct, tag=True):
+    """`generation_s` is the time from the Generate until the last group was scored."""
+
+    groups: list[Group]
+    generation_s: float
+    reward_timeouts: int
+    reward_crashes: int
+
+
+class Sample(msgspec.Struct):
+    """One answer to one held-out problem."""
+
+    prompt: str
+    answer: str
+    response: str
+    reward: float
+
+
+class Evaluation(msgspec.Struct, tag=True):
+    """Mean reward over the held-out problems, at temperature 1 and greedy; the first temperature-1 samples."""
+
+    accuracy: float
+    accuracy_greedy: float
+    mean_length: float
+    samples: list[Sample]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """The coordinator cannot go on."""
+
+    cause: str
+
+
+Request = Generate | Take | Evaluate
+Reply = Taken | Evaluation | Failed
+
+encode = msgspec.msgpack.encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def frame(message: Request | Reply) -> bytes:
+    """A message with its length in front."""
+    payload = encode(message)
+    return HEADER.pack(len(payload)) + payload

@@ -1,0 +1,203 @@
+"""The coordinator process: prompts in, scored groups out.
+
+A child of rank 0. It asks the engines for responses, has them scored, and puts whole groups into the transfer queue,
+from which rank 0 takes them. It imports neither torch nor megatron nor sglang, so it starts in a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import sys
+import time
+import traceback
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from megarl.config import RlRecipe
+from megarl.data import DataError, load_tokenizer, prompts_ids, read_problems
+from megarl.rewards import RewardPool
+from megarl.rollout_engine import channel
+from megarl.rollout_engine.client import EngineClient
+from megarl.rollout_engine.engine import EngineAddress, EngineError
+from megarl.runtime import child_command, child_environment
+from megarl.transfer_queue import TransferQueue
+from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_SAMPLES_SHOWN = 16
+# A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
+_LET_THE_ENGINE_SPEAK_S = 3.0
+_LET_RANK_0_READ_S = 3.0
+
+
+def main() -> None:
+    """Serve rank 0 until its end of the channel closes."""
+    config = json.loads(sys.stdin.readline())
+    connection = socket.socket(fileno=config["channel_fd"])
+    try:
+        asyncio.run(_serve(config, connection))
+    except Exception as error:
+        if isinstance(error, EngineError):
+            time.sleep(_LET_THE_ENGINE_SPEAK_S)
+        known = isinstance(error, EngineError | DataError)
+        cause = str(error) if known else traceback.format_exc()
+        connection.setblocking(True)
+        connection.sendall(channel.frame(channel.Failed(cause)))
+        time.sleep(_LET_RANK_0_READ_S)  # it ends the job with this cause, and us
+        raise
+
+
+async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
+    recipe = RlRecipe.model_validate(config["recipe"])
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(
+                EngineClient(EngineAddress(**address), config["key"], timeout_s=recipe.runtime.deadline_s)
+            )
+            for address in config["engines"]
+        ]
+        pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
+        rewards = await stack.enter_async_context(pool)
+        coordinator = Coordinator(recipe, engines, rewards, max_positions=config["max_positions"])
+        await coordinator.serve(reader, writer)
+
+
+class Problems:
+    """A file of problems as prompts, again from the top when they end."""
+
+    def __init__(
+        self, path: Any, tokenizer: PreTrainedTokenizerFast, *, max_prompt_tokens: int, count: int | None = None
+    ) -> None:
+        """Raises DataError: a bad row, or a prompt of more than `max_prompt_tokens` tokens."""
+        self._rows = read_problems(path)[:count]
+        self._ids = prompts_ids(tokenizer, [row.prompt for row in self._rows])
+        for line, ids in enumerate(self._ids, start=1):
+            if len(ids) > max_prompt_tokens:
+                raise DataError(
+                    f"{path}: line {line}: the prompt has {len(ids)} tokens; the model's positions less"
+                    f" rollout.max_new_tokens leave {max_prompt_tokens}"
+                )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row = self._rows[index % len(self._rows)]
+        return Prompt(index, row.prompt, self._ids[index % len(self._rows)], row.answer)
+
+
+class Coordinator:
+    """Generates, scores and queues. Whole responses: one request for all samples of a prompt, engines in turn."""
+
+    def __init__(
+        self, recipe: RlRecipe, engines: list[EngineClient], rewards: RewardPool, *, max_positions: int
+    ) -> None:
+        self._recipe, self._rewards = recipe, rewards
+        self._tokenizer = load_tokenizer(recipe.model.path)
+        room = max_positions - recipe.rollout.max_new_tokens
+        self._train = Problems(recipe.data.train, self._tokenizer, max_prompt_tokens=room)
+        held_out = recipe.evaluation.problems
+        self._test = Problems(recipe.data.test, self._tokenizer, max_prompt_tokens=room, count=held_out)
+        self._next_engine = itertools.cycle(engines).__next__
+        self._queue = TransferQueue(groups_per_step=recipe.batch.prompts)
+        self._generation: asyncio.Task[float] | None = None
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer rank 0's requests, one after the other, until it hangs up."""
+        while True:
+            try:
+                header = await reader.readexactly(channel.HEADER.size)
+            except asyncio.IncompleteReadError:
+                return
+            request = channel.decode_request(await reader.readexactly(channel.HEADER.unpack(header)[0]))
+            match request:
+                case channel.Generate(version=version):
+                    self._generation = asyncio.create_task(self._generate(version))
+                case channel.Take(step=step):
+                    writer.write(channel.frame(await self._take(step)))
+                case channel.Evaluate():
+                    writer.write(channel.frame(await self._evaluate()))
+            await writer.drain()
+
+    async def _generate(self, version: int) -> float:
+        """All groups of the step that trains `version`; returns the seconds it took."""
+        start, prompts = time.monotonic(), self._recipe.batch.prompts
+        await _all(self._group(self._train[i]) for i in range(version * prompts, (version + 1) * prompts))
+        return time.monotonic() - start
+
+    async def _group(self, prompt: Prompt) -> None:
+        completions = await self._sample(
+            prompt, samples=self._recipe.batch.group_size, temperature=self._recipe.rollout.temperature
+        )
+        await self._queue.put(Group(prompt, await self._score(prompt, completions)))
+
+    async def _take(self, step: int) -> channel.Taken:
+        assert self._generation is not None, "take before generate"
+        seconds = await self._generation  # here an engine's failure surfaces
+        groups = await self._queue.take(step)
+        return channel.Taken(groups, seconds, self._rewards.timeouts, self._rewards.crashes)
+
+    async def _evaluate(self) -> channel.Evaluation:
+        async def answer(prompt: Prompt, temperature: float) -> Trajectory:
+            completions = await self._sample(prompt, samples=1, temperature=temperature)
+            return (await self._score(prompt, completions))[0]
+
+        problems = [self._test[i] for i in range(len(self._test))]
+        sampled = await _all(answer(prompt, 1.0) for prompt in problems)
+        greedy = await _all(answer(prompt, 0.0) for prompt in problems)
+        return channel.Evaluation(
+            accuracy=_mean([t.reward for t in sampled]),
+            accuracy_greedy=_mean([t.reward for t in greedy]),
+            mean_length=_mean([len(t.output_ids) for t in sampled]),
+            samples=[
+                channel.Sample(prompt.text, prompt.answer, t.text, t.reward)
+                for prompt, t in zip(problems[:_SAMPLES_SHOWN], sampled, strict=False)
+            ],
+        )
+
+    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float) -> list[Completion]:
+        return await self._next_engine().generate(
+            prompt.input_ids,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=self._recipe.rollout.max_new_tokens,
+            stop_token=self._tokenizer.eos_token_id,
+        )
+
+    async def _score(self, prompt: Prompt, completions: list[Completion]) -> list[Trajectory]:
+        texts = self._tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
+        rewards = await self._rewards.score_many([(text, prompt.answer) for text in texts])
+        return [
+            Trajectory(
+                output_ids=completion.output_ids,
+                engine_logprobs=completion.logprobs,
+                versions=[VersionSpan(completion.version, 0, len(completion.output_ids))],
+                finish_reason=completion.finish_reason,
+                text=text,
+                reward=reward,
+            )
+            for completion, text, reward in zip(completions, texts, rewards, strict=True)
+        ]
+
+
+async def _all(coroutines: Any) -> list[Any]:
+    """Results in order; the first failure cancels the rest and is raised as it is."""
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    try:
+        return list(await asyncio.gather(*tasks))
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,167 @@
+"""One SGLang engine as its rank sees it: a child process, and the administration of its weights over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from megarl.config import Model, Rollout
+from megarl.runtime import Child, Guard, free_port, start_child
+
+_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+_FLUSH_ATTEMPTS = 50
+_FLUSH_PAUSE_S = 0.1
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """Where an engine listens; requests need the job's key as well."""
+
+    host: str
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+
+class EngineError(RuntimeError):
+    """An engine refused a request or did not answer."""
+
+
+class Engine:
+    """An engine that this rank started. Its weights are changed only through this object."""
+
+    def __init__(
+        self, model: Model, rollout: Rollout, *, index: int, host: str, key: str, device: str, seed: int, log: Path
+    ) -> None:
+        """Start the server; it becomes healthy while the caller does other things (`wait_healthy`)."""
+        self.address = EngineAddress(host, free_port(host))
+        self._key, self._timeout_s = key, rollout.start_timeout_s
+        self._started = time.monotonic()
+        arguments = {
+            "model_path": str(model.path),
+            "dtype": model.dtype,
+            "host": host,
+            "port": self.address.port,
+            "api_key": key,
+            "tp_size": rollout.tensor_parallel,
+            "random_seed": seed,
+            "weight_version": "0",
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "log_level": "warning",
+            "sleep_on_idle": True,  # an idle scheduler would poll, and take a core from the trainer
+            **(_CPU_ARGUMENTS if device == "cpu" else {}),
+            **rollout.server_args,
+        }
+        env = _ENVIRONMENT | (_cpu_environment(rollout.tensor_parallel) if device == "cpu" else {})
+        self.child: Child = start_child(
+            "megarl.rollout_engine.server:main", arguments, name=f"engine {index}", log=log, env=env
+        )
+
+    def wait_healthy(self, guard: Guard) -> float:
+        """Wait until the engine answers; then it is watched. Returns the seconds since its start.
+
+        Raises EngineError: it ended, or took longer than `rollout.start_timeout_s`.
+        """
+        while True:
+            if self.child.process.poll() is not None:
+                raise EngineError(f"while starting, {self.child.describe_end()}")
+            seconds = time.monotonic() - self._started
+            if self._healthy():
+                guard.watch(self.child)
+                return seconds
+            if seconds > self._timeout_s:
+                raise EngineError(
+                    f"{self.child.name} is not healthy after {seconds:.0f} s (rollout.start_timeout_s); see {self.child.log}"
+                )
+            time.sleep(_POLL_S)
+
+    def begin_update(self) -> None:
+        """Before the first bucket of new weights."""
+        self._post("/begin_weight_update", {})
+
+    def load_bucket(self, payloads: list[str], version: int) -> None:
+        """Load one bucket: for each of the engine's ranks the base64 of a serialised list of (name, tensor)."""
+        body = {"serialized_named_tensors": payloads, "weight_version": str(version), "flush_cache": False}
+        self._post("/update_weights_from_tensor", body)
+
+    def end_update(self) -> None:
+        """After the last bucket: the cached keys and values of the old weights are dropped."""
+        self._post("/end_weight_update", {})
+        # refused while the scheduler has not yet noticed that it is idle
+        for _ in range(_FLUSH_ATTEMPTS):
+            try:
+                self._post("/flush_cache", {})
+                return
+            except EngineError:
+                time.sleep(_FLUSH_PAUSE_S)
+        self._post("/flush_cache", {})
+
+    def checksums(self) -> list[dict[str, str]]:
+        """For each of the engine's ranks: parameter name to the hash of the rank's shard."""
+        ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
+        return [entry["checksums"] for entry in sorted(ranks, key=lambda r: r["parallelism_info"]["tp_rank"])]
+
+    def _healthy(self) -> bool:
+        try:
+            return self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK
+        except OSError:
+            return False
+
+    def _post(self, path: str, body: dict[str, Any]) -> Any:
+        try:
+            status, answer = self._request("POST", path, json.dumps(body).encode(), self._timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineError(f"{self.child.name} did not answer {path}: {error!r}") from error
+        text = answer.decode(errors="replace")
+        if status != http.HTTPStatus.OK:
+            raise EngineError(f"{self.child.name} refused {path}: HTTP {status} {text[:500]}")
+        parsed = json.loads(text) if text.startswith(("{", "[")) else text
+        if isinstance(parsed, dict) and parsed.get("success") is False:
+            raise EngineError(f"{self.child.name} failed at {path}: {parsed.get('message')}")
+        return parsed
+
+    def _request(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection(urlsplit(self.address.url).netloc, timeout=timeout)
+        try:
+            headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+# The default closes idle connections after 5 s, under a client that is about to reuse one. A crashed server would sleep
+# for up to a minute to dump its stacks before it ends.
+_ENVIRONMENT = {
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "3600",
+    "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+    "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+}
+
+_CPU_ARGUMENTS = {
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_cuda_graph": True,
+    "max_total_tokens": 32768,
+    "max_running_requests": 256,
+    "mem_fraction_static": 0.3,
+}
+
+
+def _cpu_environment(tensor_parallel: int) -> dict[str, str]:
+    env = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
+    if tensor_parallel > 1:  # else SGLang wants a NUMA node for each rank
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tensor_parallel)))
+    return env

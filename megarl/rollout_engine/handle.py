@@ -1,0 +1,78 @@
+"""Rank 0's end of the coordinator: starts it, and asks."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TypeVar
+
+from megarl.config import RlRecipe
+from megarl.rollout_engine import channel
+from megarl.rollout_engine.engine import EngineAddress
+from megarl.runtime import Guard, start_child
+
+T = TypeVar("T")
+
+
+class CoordinatorError(RuntimeError):
+    """The coordinator said why it cannot go on, or was gone."""
+
+
+class CoordinatorHandle:
+    """A running coordinator. Requests are answered one at a time."""
+
+    def __init__(
+        self, recipe: RlRecipe, engines: list[EngineAddress], key: str, *, max_positions: int, guard: Guard, log: Path
+    ) -> None:
+        self._socket, theirs = socket.socketpair()
+        config = {
+            "recipe": recipe.model_dump(mode="json"),
+            "engines": [{"host": engine.host, "port": engine.port} for engine in engines],
+            "key": key,
+            "max_positions": max_positions,
+            "channel_fd": theirs.fileno(),
+        }
+        with theirs:
+            self.child = start_child(
+                "megarl.rollout_engine.coordinator:main",
+                config,
+                name="coordinator",
+                log=log,
+                pass_fds=[theirs.fileno()],
+            )
+        guard.watch(self.child)
+
+    def generate(self, version: int) -> None:
+        """The engines hold `version`: its rollouts may start."""
+        self._send(channel.Generate(version))
+
+    def take(self, step: int) -> channel.Taken:
+        """Wait for the groups of `step`."""
+        return self._ask(channel.Take(step), channel.Taken)
+
+    def evaluate(self) -> channel.Evaluation:
+        """Answer the held-out problems with the engines' present weights."""
+        return self._ask(channel.Evaluate(), channel.Evaluation)
+
+    def _ask(self, request: channel.Request, kind: type[T]) -> T:
+        self._send(request)
+        reply = channel.decode_reply(self._receive(channel.HEADER.unpack(self._receive(channel.HEADER.size))[0]))
+        if isinstance(reply, channel.Failed):
+            raise CoordinatorError(reply.cause)
+        assert isinstance(reply, kind)
+        return reply
+
+    def _send(self, request: channel.Request) -> None:
+        try:
+            self._socket.sendall(channel.frame(request))
+        except OSError as error:
+            raise CoordinatorError(f"the coordinator is gone ({error}); see {self.child.log}") from error
+
+    def _receive(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self._socket.recv(min(count - len(data), 1 << 20))
+            if not part:
+                raise CoordinatorError(f"the coordinator hung up; see {self.child.log}")
+            data += part
+        return bytes(data)

@@ -1,0 +1,17 @@
+"""The inside of an engine process: stock SGLang, its arguments read from stdin. The only file that imports sglang."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+
+def main() -> None:
+    """Serve until killed. The process was started by `megarl.runtime.child`, so it ends with its rank."""
+    arguments = json.loads(sys.stdin.readline())
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    run_server(ServerArgs(**arguments))

@@ -1,0 +1,34 @@
+"""The ground under every rank: who it is, its device and groups, the control plane, children, signals and logs.
+
+Alone reads the environment and makes process groups and child processes; other rooms are handed the result. Imports
+torch and MPI only inside the functions that need them, since children and login nodes import this door too.
+"""
+
+from megarl.runtime.children import Child, child_command, child_environment, start_child
+from megarl.runtime.control import ControlPlane, connect
+from megarl.runtime.device import choose_device, init_process_group
+from megarl.runtime.guard import FAILURE_FILE, Guard
+from megarl.runtime.lifeline import die_with_parent
+from megarl.runtime.logs import LOGGER, setup_logging
+from megarl.runtime.network import free_port, node_address
+from megarl.runtime.rank import RankInfo, rank_info
+
+__all__ = [
+    "FAILURE_FILE",
+    "LOGGER",
+    "Child",
+    "ControlPlane",
+    "Guard",
+    "RankInfo",
+    "child_command",
+    "child_environment",
+    "choose_device",
+    "connect",
+    "die_with_parent",
+    "free_port",
+    "init_process_group",
+    "node_address",
+    "rank_info",
+    "setup_logging",
+    "start_child",
+]

@@ -1,0 +1,17 @@
+"""The control plane and its two transports."""
+
+from __future__ import annotations
+
+from megarl.runtime.control.base import ControlPlane
+from megarl.runtime.rank import RankInfo
+
+
+def connect(info: RankInfo, deadline_s: float) -> ControlPlane:
+    """Join the control plane that `info` names; returns when this rank is connected."""
+    if info.control == "mpi":
+        from megarl.runtime.control.mpi import MpiControlPlane
+
+        return MpiControlPlane(deadline_s)
+    from megarl.runtime.control.tcp import TcpControlPlane
+
+    return TcpControlPlane(info, deadline_s)

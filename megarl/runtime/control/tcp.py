@@ -1,0 +1,92 @@
+"""Control plane over torch's TCP store: under torchrun, under srun without PMIx, or for a single process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from megarl.runtime.control.base import ControlPlane
+from megarl.runtime.network import LOOPBACK
+
+if TYPE_CHECKING:
+    from torch.distributed import Store, TCPStore
+
+    from megarl.runtime.rank import RankInfo
+
+_ROUND_TRIP_S = 1.0
+
+
+def bound_store(address: str, port: int, timeout: timedelta) -> TCPStore:
+    """A TCP store served by this process on `address` alone; by itself torch would listen on every interface."""
+    from torch.distributed import TCPStore
+
+    listener = socket.create_server((address, port))
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+class TcpControlPlane(ControlPlane):
+    """Each call is a numbered round; a rank writes its value under the round and its rank."""
+
+    def __init__(self, info: RankInfo, deadline_s: float) -> None:
+        from torch.distributed import PrefixStore, TCPStore
+
+        self.rank, self.world = info.rank, info.world
+        self._deadline_s, self._round = deadline_s, 0
+        timeout = timedelta(seconds=deadline_s)
+        address, port = os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", 0))
+        if info.world > 1 and not port:
+            raise ValueError("MASTER_ADDR and MASTER_PORT must be set for the TCP control plane of several ranks")
+        # torchrun's agent already serves a store on this port
+        served_by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if info.rank == 0 and not served_by_agent:
+            store: Store = bound_store(socket.gethostbyname(address), port, timeout)
+        else:
+            store = TCPStore(address, port, is_master=False, timeout=timeout)
+        self._base = store
+        self._store = PrefixStore("megarl", store)
+
+    def _broadcast(self, payload: bytes, what: str) -> bytes:
+        return self._exchange(payload, what, read=range(1))[0]
+
+    def _allgather(self, payload: bytes, what: str) -> list[bytes]:
+        return self._exchange(payload, what, read=range(self.world))
+
+    def _exchange(self, payload: bytes, what: str, read: range) -> list[bytes]:
+        """All write; all wait for all, so that a round's keys can be deleted two rounds later."""
+        self._round += 1
+        key = f"{self._round}/{{}}".format
+        self._store.set(key(self.rank), payload)
+        self._await([key(rank) for rank in range(self.world)], what)
+        values = [self._store.get(key(rank)) for rank in read]
+        if self._round > 2:
+            self._store.delete_key(f"{self._round - 2}/{self.rank}")
+        return values
+
+    def _await(self, keys: list[str], what: str) -> None:
+        from torch.distributed import DistStoreError
+
+        end = time.monotonic() + self._deadline_s
+        while True:
+            # in slices, since a wait inside the store can be interrupted by nothing
+            limit = min(_ROUND_TRIP_S, max(end - time.monotonic(), 0.01))
+            try:
+                return self._store.wait(keys, timedelta(seconds=limit))
+            except DistStoreError:
+                if time.monotonic() >= end:
+                    missing = [int(key.split("/")[-1]) for key in keys if not self._store.check([key])]
+                    raise TimeoutError(f"{what}: waited {self._deadline_s:.0f} s for ranks {missing}") from None
+
+    def close(self) -> None:
+        self.barrier("end of the job")
+        self._store.set(f"left/{self.rank}", b"")
+        if self.rank == 0:  # its store must outlive the others' last look at it
+            self._await([f"left/{rank}" for rank in range(self.world)], "end of the job")
+
+    def torch_store(self) -> Store:
+        from torch.distributed import PrefixStore
+
+        return PrefixStore("torch", self._base)

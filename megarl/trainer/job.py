@@ -1,0 +1,111 @@
+"""What both loops share: this rank's place in the job, the run directory, and the start of the model engine."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.config import ModelShape, RlRecipe, SftRecipe
+from megarl.observe import MetricsLog
+from megarl.runtime import LOGGER, ControlPlane, Guard, RankInfo, choose_device, init_process_group
+from megarl.trainer.run_state import RunDirectory
+
+if TYPE_CHECKING:
+    from megarl.model_engine import ModelEngine
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank of a running job. `hosts` are the host names of all ranks, in rank order."""
+
+    info: RankInfo
+    control: ControlPlane
+    guard: Guard
+    run: RunDirectory
+    shape: ModelShape
+    resume: bool
+    hosts: list[str]
+    device: torch.device
+
+    def leave(self) -> None:
+        """End this rank's part, together with all ranks."""
+        torch.distributed.destroy_process_group()
+        self.control.close()
+
+
+def join(
+    info: RankInfo,
+    control: ControlPlane,
+    guard: Guard,
+    recipe: SftRecipe | RlRecipe,
+    shape: ModelShape,
+    *,
+    resume: bool,
+) -> Job:
+    """Meet the other ranks: device, torch process group."""
+    hosts = control.allgather(socket.gethostname(), str, what="exchange of host names")
+    device = choose_device(info)
+    init_process_group(control, device, one_node=len(set(hosts)) == 1, deadline_s=recipe.runtime.deadline_s)
+    return Job(info, control, guard, RunDirectory(recipe.directory), shape, resume, hosts, device)
+
+
+def build_engine(
+    job: Job, recipe: SftRecipe | RlRecipe, *, updates: int, temperature: float = 1.0, frozen: bool = False
+) -> ModelEngine:
+    """The model engine of the recipe's policy."""
+    # megarl.model_engine takes seconds to import; the engines start meanwhile
+    from megarl.model_engine import ModelEngine
+
+    return ModelEngine(
+        recipe.model,
+        job.shape,
+        recipe.layout,
+        device=job.device,
+        seed=recipe.seed,
+        micro_sequences=recipe.batch.micro_sequences,
+        temperature=temperature,
+        optimizer=None if frozen else recipe.optimizer,
+        updates=updates,
+    )
+
+
+def resume_step(job: Job, model: ModelEngine) -> int:
+    """Restore the newest checkpoint, if the run is resumed and has one. Returns the finished steps."""
+    newest = job.run.newest_checkpoint() if job.resume else None
+    path = job.control.broadcast(str(newest[0]) if newest else "", str, what="checkpoint to resume")
+    if not path:
+        return 0
+    step, updates = job.control.broadcast(
+        [newest[1].step, newest[1].updates] if newest else None, list[int], what="state to resume"
+    )
+    model.load(Path(path), updates)
+    if job.control.rank == 0:
+        LOGGER.info("resumed from %s: %d steps are done", path, step)
+    return step
+
+
+def save(job: Job, recipe: SftRecipe | RlRecipe, model: ModelEngine, step: int) -> None:
+    """Checkpoint the run after `step` finished steps."""
+    path = job.run.save_checkpoint(job.control, model.save, step=step, updates=model.update_count, kind=recipe.type)
+    if job.control.rank == 0:
+        LOGGER.info("saved %s", path)
+
+
+def checkpoint_is_due(recipe: SftRecipe | RlRecipe, done: int) -> bool:
+    """Whether the recipe wants a checkpoint after `done` steps."""
+    every = recipe.checkpoint.every
+    return bool(every and done % every == 0) or (recipe.checkpoint.final and done == recipe.steps)
+
+
+def should_stop(job: Job) -> bool:
+    """Whether any rank was asked to stop at a step boundary (SIGUSR1); the same answer on all ranks."""
+    return any(job.control.allgather(job.guard.stop_requested, bool, what="step boundary"))
+
+
+def open_metrics(job: Job, step: int) -> MetricsLog | None:
+    """Rank 0's metrics."""
+    return MetricsLog(job.run.path, keep_steps=step) if job.control.rank == 0 else None

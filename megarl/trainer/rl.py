@@ -1,0 +1,159 @@
+"""Reinforcement learning: the whole loop, one phase after the other.
+
+Rollouts are on-policy: step s trains on the groups that version s of the weights made, and publishes version s + 1.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megarl.checkpoint_engine import publish
+from megarl.config import RlRecipe, engine_leaders
+from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
+from megarl.rollout_engine import CoordinatorHandle, Engine, EngineAddress
+from megarl.runtime import LOGGER, node_address
+from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
+from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.types import Group
+
+if TYPE_CHECKING:
+    from megarl.model_engine import ModelEngine
+
+
+def train_rl(job: Job, recipe: RlRecipe) -> None:
+    """Train for `recipe.steps` steps and write the model to the run directory."""
+    key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
+    engine = _start_engine(job, recipe, key)
+    coordinator, model, reference, start = _start_the_rest(job, recipe, engine, key)
+    metrics = open_metrics(job, start)
+    _publish(job, recipe, model, engine, version=start)
+    if start == 0:
+        _evaluate(job, recipe, coordinator, step=0)
+
+    for step in range(start, recipe.steps):
+        phases = Phases()
+        with phases("generate"):
+            groups, counts = _take(job, coordinator, step)
+        with phases("score"):
+            batch = RolloutBatch(groups, recipe.algorithm)
+            batch.score(model, reference)
+        with phases("update"):
+            learned = _update(job, model, batch, step)
+        with phases("publish"):
+            _publish(job, recipe, model, engine, version=step + 1)
+        if metrics is not None:
+            _report(metrics, {"step": step + 1, **learned, **counts, "seconds": phases.seconds})
+        done, stop = step + 1, should_stop(job)
+        if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
+            _evaluate(job, recipe, coordinator, step=done)
+        if stop or checkpoint_is_due(recipe, done):
+            save(job, recipe, model, done)
+        if stop:
+            LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
+            return
+    model.export_hf(job.run.model)
+    LOGGER.info("the trained model is %s", job.run.model)
+
+
+def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
+    """Start this rank's engine, if it leads one; it becomes healthy while the model is built."""
+    size = recipe.rollout.tensor_parallel
+    if job.info.rank not in engine_leaders(job.info.world, size):
+        return None
+    index = job.info.rank // size
+    return Engine(
+        recipe.model,
+        recipe.rollout,
+        index=index,
+        host=node_address(job.hosts),
+        key=key,
+        device=job.device.type,
+        seed=recipe.seed + index,
+        log=job.run.logs / f"engine_{index}.log",
+    )
+
+
+def _start_the_rest(
+    job: Job, recipe: RlRecipe, engine: Engine | None, key: str
+) -> tuple[CoordinatorHandle | None, ModelEngine, ModelEngine | None, int]:
+    """Coordinator (on rank 0), policy, reference if the algorithm has one, and the steps already done."""
+    addresses = job.control.allgather(engine.address if engine else None, EngineAddress | None, what="engine addresses")
+    coordinator = None
+    if job.control.rank == 0:
+        coordinator = CoordinatorHandle(
+            recipe,
+            [address for address in addresses if address is not None],
+            key,
+            max_positions=job.shape.max_positions,
+            guard=job.guard,
+            log=job.run.logs / "coordinator.log",
+        )
+    temperature = recipe.rollout.temperature
+    model = build_engine(job, recipe, updates=recipe.steps * recipe.algorithm.minibatches, temperature=temperature)
+    reference = None
+    if recipe.algorithm.kl_coefficient:
+        reference = build_engine(job, recipe, updates=0, temperature=temperature, frozen=True)
+    start = resume_step(job, model)
+    waited = job.control.allgather(engine.wait_healthy(job.guard) if engine else 0.0, float, what="start of the engines")
+    LOGGER.info("%d engines are healthy, the last after %.0f s", len(waited), max(waited))
+    return coordinator, model, reference, start
+
+
+def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[list[Group], dict[str, Any]]:
+    """The step's groups on every rank, and rank 0's counts."""
+    groups, counts = None, {}
+    if coordinator is not None:
+        coordinator.generate(step)
+        taken = coordinator.take(step)
+        groups = taken.groups
+        counts = {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
+    return job.control.broadcast(groups, list[Group], what=f"groups of step {step + 1}"), counts
+
+
+def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dict[str, Any]:
+    """All updates of a step; returns what is logged. A minibatch in which no group has a signal is passed over."""
+    from megarl.model_engine import Metrics
+
+    parts, norms, rate = [], [], 0.0
+    for sequences, tokens in batch.minibatches():
+        if sequences:
+            update = model.update(sequences, batch.loss(), normalizer=tokens)
+            parts.append(update.metrics)
+            norms.append(update.grad_norm)
+            rate = update.learning_rate
+    if not parts:
+        return {**batch.statistics(batch.mismatch(model)), "grad_norm": 0.0, "learning_rate": rate}
+    mine = Metrics.merge(parts)
+    total = Metrics.merge(job.control.allgather(mine, Metrics, what=f"metrics of step {step + 1}"))
+    return {**batch.statistics(total), "grad_norm": max(norms), "learning_rate": rate}
+
+
+def _publish(job: Job, recipe: RlRecipe, model: ModelEngine, engine: Engine | None, *, version: int) -> None:
+    publish(model.weights, engine, version=version, engine_ranks=recipe.rollout.tensor_parallel)
+    job.control.barrier(f"publication of version {version}")
+
+
+def _evaluate(job: Job, recipe: RlRecipe, coordinator: CoordinatorHandle | None, *, step: int) -> None:
+    """Accuracy on the held-out problems, written to the run directory by rank 0."""
+    if recipe.evaluation.problems and coordinator is not None:
+        evaluation = coordinator.evaluate()
+        with (job.run.path / EVALUATIONS_FILE).open("a") as file:
+            file.write(json.dumps({"step": step, **msgspec.to_builtins(evaluation)}) + "\n")
+        LOGGER.info(
+            "after step %d: accuracy %.3f at temperature 1, %.3f greedy",
+            step,
+            evaluation.accuracy,
+            evaluation.accuracy_greedy,
+        )
+    job.control.barrier("evaluation")
+
+
+def _report(metrics: MetricsLog, row: dict[str, Any]) -> None:
+    metrics.write(row)
+    times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in row["seconds"].items())
+    LOGGER.info("step %(step)d  reward %(reward).3f  length %(length).1f  grad norm %(grad_norm).3f", row)
+    LOGGER.info("    %s", times)

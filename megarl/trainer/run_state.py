@@ -1,0 +1,94 @@
+"""A run's directory and its checkpoints: what makes a run resumable.
+
+A checkpoint is written aside, then its run state as the last file, then renamed: it exists whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.config import RecipeError, RlRecipe, SftRecipe, dump_recipe
+from megarl.observe import METRICS_FILE
+from megarl.runtime import FAILURE_FILE, ControlPlane
+
+_STATE_FILE = "run_state.json"
+_STEP_DIRECTORY = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands. Its prompts and learning rate follow from `step`; `files` are the sizes to be found beside it."""
+
+    step: int
+    updates: int
+    type: str
+    files: dict[str, int]
+
+
+class RunDirectory:
+    """The paths of a run. Only rank 0 writes; all ranks read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.model = path / "hf"
+
+    def check(self, *, resume: bool) -> None:
+        """Raise RecipeError: the directory holds a run already and is not to be resumed, or the other way round."""
+        used = (self.path / METRICS_FILE).exists()
+        if used and not resume:
+            raise RecipeError(f"run_dir: {self.path} holds a run; --resume continues it, or give another run_dir")
+        if resume and not used:
+            raise RecipeError(f"--resume: {self.path} holds no run; leave --resume out, or give the run's run_dir")
+
+    def prepare(self, recipe: SftRecipe | RlRecipe) -> None:
+        """Make the directory, with the fully resolved recipe in it and without an earlier start's failures."""
+        self.logs.mkdir(parents=True, exist_ok=True)
+        (self.path / FAILURE_FILE).unlink(missing_ok=True)
+        (self.path / "recipe.yaml").write_text(dump_recipe(recipe))
+
+    def newest_checkpoint(self) -> tuple[Path, RunState] | None:
+        """The newest whole checkpoint; one with missing or short files is passed over."""
+        found = [(int(match[1]), path) for path in self._entries() if (match := _STEP_DIRECTORY.fullmatch(path.name))]
+        for _, path in sorted(found, reverse=True):
+            try:
+                state = RunState(**json.loads((path / _STATE_FILE).read_text()))
+            except (OSError, ValueError, TypeError):
+                continue
+            if state.files == _sizes(path):
+                return path, state
+        return None
+
+    def save_checkpoint(
+        self, control: ControlPlane, write: Callable[[Path], None], *, step: int, updates: int, kind: str
+    ) -> Path:
+        """Have all ranks `write` into a new directory and make it the checkpoint of `step`."""
+        final = self.checkpoints / f"step_{step:06d}"
+        aside = final.with_suffix(".partial")
+        if control.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+        control.barrier("checkpoint directory")
+        write(aside)
+        control.barrier("checkpoint files")
+        if control.rank == 0:
+            state = RunState(step=step, updates=updates, type=kind, files=_sizes(aside))
+            (aside / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+            shutil.rmtree(final, ignore_errors=True)
+            aside.rename(final)
+        control.barrier("checkpoint")
+        return final
+
+    def _entries(self) -> list[Path]:
+        return list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+
+
+def _sizes(directory: Path) -> dict[str, int]:
+    files = (path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != _STATE_FILE)
+    return {str(path.relative_to(directory)): path.stat().st_size for path in files}
