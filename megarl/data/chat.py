@@ -32,9 +32,13 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
     except Exception as error:  # the tokenizers library raises plain Exception for a file it cannot parse
         raise DataError(f"{path}: tokenizer.json cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
-        raise DataError(f"{path}: the tokenizer has no chat template; add chat_template.jinja or take the instruct model")
+        raise DataError(
+            f"{path}: the tokenizer has no chat template; add chat_template.jinja or take the instruct model"
+        )
     if tokenizer.eos_token_id is None:
-        raise DataError(f"{path}: the tokenizer has no eos token; name the one that ends a turn in tokenizer_config.json")
+        raise DataError(
+            f"{path}: the tokenizer has no eos token; name the one that ends a turn in tokenizer_config.json"
+        )
     return tokenizer
 
 

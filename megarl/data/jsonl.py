@@ -50,7 +50,7 @@ def _read(path: Path, kind: type[Row]) -> list[Row]:
     for number, line in _lines(path):
         try:
             row = decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise DataError(f"{path}: line {number}: {_complaint(line, kind)}") from None
         empty = next((name for name in kind.__struct_fields__ if not getattr(row, name).strip()), None)
         if empty is not None:
@@ -92,7 +92,7 @@ def _complaint(line: bytes, kind: type[Row]) -> str:
         return f"not UTF-8: byte 0x{line[error.start]:02x} at position {error.start}"
     try:
         found: Any = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         return f"not JSON: {error}; the line begins {text[:60].strip()!r}"
     if not isinstance(found, dict):
         return f"expected an object with {' and '.join(expected)}, found {_json_name(found)}"

@@ -36,7 +36,9 @@ def already_prepared(directory: Path, made_from: Mapping[str, Any], *, force: bo
         return False
     note = directory / NOTE_FILE
     if not note.is_file():
-        raise DataError(f"{directory}: exists and was not made by this script (no {NOTE_FILE}); choose another directory")
+        raise DataError(
+            f"{directory}: exists and was not made by this script (no {NOTE_FILE}); choose another directory"
+        )
     found = json.loads(note.read_text())
     if force:
         return False

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Starting python and importing sympy takes a second, and much longer from a busy parallel file system.
 START_LIMIT_S = 120.0
 START_ATTEMPTS = 3
+EXIT_LIMIT_S = 10.0
 WARM_UP = ("The answer is $1$.", "1")
 
 Pair = tuple[str, str]
@@ -140,9 +141,7 @@ class _Worker:
             ready, killed = await self.receive(1, START_LIMIT_S)
             if ready and not killed:
                 return
-            self.kill()
-            code = await process.wait()
-            how = f"was not ready after {START_LIMIT_S:g} s" if killed else f"ended with exit code {code}"
+            how = f"was not ready after {START_LIMIT_S:g} s" if killed else f"ended with {await _exit_code(process)}"
         raise RewardError(
             f"reward worker {how} before it was ready, {START_ATTEMPTS} times in a row; what it printed is in this"
             f" process's error output; command: {' '.join(self._command)}"
@@ -214,6 +213,15 @@ class _Worker:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._process.stdin.write(data)
+
+
+async def _exit_code(process: asyncio.subprocess.Process) -> str:
+    """How a process that has closed its output ends. It is given time to: a signal would hide its own exit code."""
+    try:
+        return f"exit code {await asyncio.wait_for(process.wait(), EXIT_LIMIT_S)}"
+    except TimeoutError:
+        process.kill()
+        return "its output closed but itself alive"
 
 
 def _raise_first(results: Sequence[object]) -> None:

@@ -108,7 +108,7 @@ class Engine:
     def checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: parameter name to the hash of the rank's shard."""
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
-        return [entry["checksums"] for entry in sorted(ranks, key=lambda r: r["parallelism_info"]["tp_rank"])]
+        return [entry["checksums"] for entry in sorted(ranks, key=lambda r: r["parallelism_info"][0]["tp_rank"])]
 
     def _healthy(self) -> bool:
         try:
