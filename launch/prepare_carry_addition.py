@@ -1,4 +1,4 @@
-"""Make the carry-addition task: a tiny model with random weights, demonstrations, and problems to learn on and be tested on.
+"""Make the carry-addition task: a tiny model with random weights, demonstrations, and problems to learn and to test on.
 
     python launch/prepare_carry_addition.py data/carry_addition
 
@@ -77,12 +77,9 @@ def write_problems(directory: Path, seed: int, max_digits: int) -> None:
     write_rows(directory / "demonstrations.jsonl", demonstrations)
     write_rows(directory / "train.jsonl", train)
     write_rows(directory / "test.jsonl", test)
-    written = [
-        read_demonstrations(directory / "demonstrations.jsonl"),
-        read_problems(directory / "train.jsonl"),
-        read_problems(directory / "test.jsonl"),
-    ]
-    shown, trained, held_out = ({row.prompt for row in rows} for rows in written)
+    shown = {row.prompt for row in read_demonstrations(directory / "demonstrations.jsonl")}
+    trained = {row.prompt for row in read_problems(directory / "train.jsonl")}
+    held_out = {row.prompt for row in read_problems(directory / "test.jsonl")}
     assert not held_out & (shown | trained)
     print(
         f"problems: {len(demonstrations)} demonstrations, {len(train)} for training, {len(test)} for tests"

@@ -30,7 +30,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that replace the recipe's")
     parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its newest checkpoint")
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved recipe and each rank's part")
-    parser.add_argument("--check", action="store_true", help="check everything and print nothing but problems")
+    parser.add_argument("--check", action="store_true", help="check everything and print the run directory, or every problem")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run or --check: as if N ranks were started")
     return parser.parse_args()
 
@@ -50,6 +50,8 @@ def check_only(args: argparse.Namespace) -> None:
         print(f"# model: {shape.family}, {shape.parameters / 1e6:.2f}M parameters, {shape.layers} layers")
         print(f"# run directory: {recipe.directory}")
         print("\n".join(f"# {line}" for line in describe_ranks(recipe, shape, world=world)))
+    else:
+        print(recipe.directory)
 
 
 def train(args: argparse.Namespace, guard: Guard) -> None:

@@ -1,7 +1,7 @@
 """Text to token ids: the tokenizer of a Hugging Face directory and its chat template.
 
-The tokenizer is read from tokenizer.json as it stands, by transformers' generic fast class: that needs neither torch nor
-the model's own tokenizer class, and loads in about a second where AutoTokenizer, which imports torch, takes several.
+The tokenizer is read from tokenizer.json as it stands, by transformers' generic fast class. That needs neither torch
+nor the model's own tokenizer class, and takes about a second where AutoTokenizer, which imports torch, takes several.
 A directory without tokenizer.json is refused, since converting one belongs before a run, not into its start.
 """
 

@@ -98,7 +98,8 @@ def _complaint(line: bytes, kind: type[Row]) -> str:
         return f"expected an object with {' and '.join(expected)}, found {_json_name(found)}"
     missing = [name for name in expected if name not in found]
     if missing:
-        return f"no {' and no '.join(missing)}: expected the keys {', '.join(expected)}, found {', '.join(found) or 'none'}"
+        names = ", ".join(found) or "none"
+        return f"no {' and no '.join(missing)}: expected the keys {', '.join(expected)}, found {names}"
     wrong = next(name for name in expected if not isinstance(found[name], str))
     return f"{wrong!r} is {_json_name(found[wrong])}, expected a string"
 

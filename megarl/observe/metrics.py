@@ -31,9 +31,19 @@ class MetricsLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """All whole rows so far; none if the run has not begun. A last line still being written is left out."""
+    """All whole rows so far, one a step; none if the run has not begun."""
+    return _read_rows(run_dir / METRICS_FILE)
+
+
+def read_evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """All evaluations so far: accuracies and samples, by step."""
+    return _read_rows(run_dir / EVALUATIONS_FILE)
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """JSON lines; a last line that is still being written is left out."""
     try:
-        lines = (run_dir / METRICS_FILE).read_text().splitlines(keepends=True)
+        lines = path.read_text().splitlines(keepends=True)
     except FileNotFoundError:
         return []
     return [json.loads(line) for line in lines if line.endswith("\n")]
