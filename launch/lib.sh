@@ -6,12 +6,12 @@ job::die() {
   exit 1
 }
 
-# Puts the virtual environment of the repository `root` first on PATH, for this script and every rank.
+# Puts the virtual environment of a repository first on PATH, for this script and every rank.
 env::activate() {
-  local -r root=$1
-  [[ -f $root/.venv/bin/activate ]] || job::die "$root has no .venv; make it with launch/setup.sh"
+  local -r repository=$1
+  [[ -f $repository/.venv/bin/activate ]] || job::die "$repository has no .venv; make it with launch/setup.sh"
   # shellcheck disable=SC1091
-  source "$root/.venv/bin/activate"
+  source "$repository/.venv/bin/activate"
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # several ranks share a node's cores
   export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}   # models and tokenizers are directories
   if ((EUID == 0)); then                       # the user of many containers, whom mpirun otherwise refuses
@@ -35,12 +35,12 @@ import json, pathlib, sys
 
 path, start = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-rows = [row for row in rows if row["time"] >= start]
 # a rank that was ended because of another one tells nothing new
-rows.sort(key=lambda row: (row["cause"].startswith("ended by SIG"), row["time"]))
+rows = [row for row in rows if row["time"] >= start and not row["cause"].startswith("ended by SIG")]
 if rows:
-    print(f"megarl: the run failed: rank {rows[0]['rank']}: {rows[0]['cause']}")
+    first = min(rows, key=lambda row: row["time"])
+    print(f"megarl: the run failed: rank {first['rank']}: {first['cause']}")
 else:
-    print(f"megarl: the run failed and no rank left a cause in {path}; the lines above are the launcher's")
+    print("megarl: the run was ended from outside or a rank was killed; the launcher's lines above tell which")
 PYTHON
 }

@@ -117,7 +117,7 @@ pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-
 
 install_cpu() {
   local packages
-  say "installing the packages of requirements-cpu.txt (2.5 GB on disk; a few minutes)"
+  say "installing what requirements-cpu.txt names (for a new environment 2.7 GB, a few minutes)"
   pip_install --no-deps --requirement "$root/requirements-cpu.txt"
   # torchvision registers shape rules for its compiled operators, which its wheel offers only together with CUDA; without
   # them the registration fails and so does the import. SGLang's server needs the import, and none of the operators.
@@ -130,7 +130,7 @@ install_gpu() {
   say "installing torch"
   grep -oE '^(torch|setuptools)==[^ ]+' "$root/requirements.txt" >"$venv/torch.txt"
   pip_install --requirement "$venv/torch.txt"
-  say "installing the packages of requirements.txt (compiles Transformer Engine; up to half an hour)"
+  say "installing what requirements.txt names (compiles Transformer Engine: up to half an hour)"
   pip_install --no-build-isolation --requirement "$root/requirements.txt"
 }
 

@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved recipe and each rank's part")
     parser.add_argument("--check", action="store_true", help="check everything and print the run directory, or every problem")
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run or --check: as if N ranks were started")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # options and overrides in any order
 
 
 def load_and_check(args: argparse.Namespace, world: int, ranks_per_node: int) -> tuple[SftRecipe | RlRecipe, object]:
