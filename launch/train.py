@@ -12,10 +12,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from megarl.config import RecipeError, RlRecipe, SftRecipe, dump_recipe, load_recipe
+from megarl.config import RecipeError, dump_recipe, load_recipe
 from megarl.data import DataError
-from megarl.runtime import Guard, connect, rank_info, setup_logging
-from megarl.trainer import RunDirectory, describe_ranks, preflight
+from megarl.runtime import Guard, rank_info
+from megarl.trainer import describe_ranks, preflight, run_rank
 
 _BAD_INPUT = 2
 
@@ -23,28 +23,27 @@ _BAD_INPUT = 2
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        description="Train as a recipe says. Every rank of a job runs this; launch/local.sh starts one on this machine.",
-        epilog="Example: launch/local.sh -n 2 launch/recipes/carry_addition_rl.yaml steps=10 optimizer.learning_rate=5e-5",
+        description="Train as a recipe says. Every rank of a job runs this; launch/local.sh starts a job here.",
+        epilog="Example: launch/local.sh -n 2 launch/recipes/carry_addition_rl.yaml steps=10 seed=1",
     )
     parser.add_argument("recipe", type=Path, help="YAML file; see launch/recipes/ and docs/recipes.md")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="settings that replace the recipe's")
     parser.add_argument("--resume", action="store_true", help="continue the run in run_dir from its newest checkpoint")
-    parser.add_argument("--dry-run", action="store_true", help="check everything, print the resolved recipe and each rank's part")
-    parser.add_argument("--check", action="store_true", help="check everything and print the run directory, or every problem")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check everything, print the resolved recipe and each rank's part"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="check everything and print the run directory, or every problem"
+    )
     parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run or --check: as if N ranks were started")
     return parser.parse_intermixed_args()  # options and overrides in any order
-
-
-def load_and_check(args: argparse.Namespace, world: int, ranks_per_node: int) -> tuple[SftRecipe | RlRecipe, object]:
-    """The recipe and the model's shape."""
-    recipe = load_recipe(args.recipe, args.overrides)
-    return recipe, preflight(recipe, world=world, ranks_per_node=ranks_per_node, resume=args.resume)
 
 
 def check_only(args: argparse.Namespace) -> None:
     """--check and --dry-run: one process, no ranks."""
     world = args.ranks or 1
-    recipe, shape = load_and_check(args, world, world)
+    recipe = load_recipe(args.recipe, args.overrides)
+    shape = preflight(recipe, world=world, ranks_per_node=world, resume=args.resume)
     if args.dry_run:
         print(dump_recipe(recipe))
         print(f"# model: {shape.family}, {shape.parameters / 1e6:.2f}M parameters, {shape.layers} layers")
@@ -52,40 +51,6 @@ def check_only(args: argparse.Namespace) -> None:
         print("\n".join(f"# {line}" for line in describe_ranks(recipe, shape, world=world)))
     else:
         print(recipe.directory)
-
-
-def train(args: argparse.Namespace, guard: Guard) -> None:
-    """Join the job and run the recipe's loop."""
-    info = rank_info()
-    control = connect(info, deadline_s=load_recipe(args.recipe, args.overrides).runtime.deadline_s)
-    problem = ""
-    if info.rank == 0:  # alone, before the others look: it also makes the run directory
-        try:
-            recipe, _ = load_and_check(args, info.world, info.ranks_per_node)
-            RunDirectory(recipe.directory).prepare(recipe)
-        except (RecipeError, DataError) as error:
-            problem = str(error)
-    if problem := control.broadcast(problem, str, what="check of the recipe"):
-        raise RecipeError(problem)
-    recipe = load_recipe(args.recipe, args.overrides)
-    from megarl.config import read_model_shape
-
-    shape = read_model_shape(recipe.model.path)
-    setup_logging(info.rank, recipe.directory / "logs")
-    guard.record_failures_in(recipe.directory)
-    from megarl.trainer.job import join
-
-    job = join(info, control, guard, recipe, shape, resume=args.resume)
-    if isinstance(recipe, SftRecipe):
-        from megarl.trainer.sft import train_sft
-
-        train_sft(job, recipe)
-    else:
-        from megarl.trainer.rl import train_rl
-
-        train_rl(job, recipe)
-    guard.stop_children()
-    job.leave()
 
 
 def main() -> None:
@@ -98,10 +63,10 @@ def main() -> None:
             sys.exit(_BAD_INPUT)
     guard = Guard(rank_info().rank)
     try:
-        train(args, guard)
+        run_rank(args.recipe, args.overrides, guard, resume=args.resume)
     except (RecipeError, DataError) as error:
         guard.die(str(error), code=_BAD_INPUT)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         guard.die(traceback.format_exc())
     sys.stdout.flush()
     # torch's and MPI's exit handlers can hang on a peer that left first; everything is written and all ranks agreed

@@ -58,7 +58,7 @@ def _kind(process: psutil.Process) -> str:
         ("sglang::scheduler", "scheduler"),
         ("sglang::detoken", "detokenizer"),
         ("rollout_engine.server", "engine"),
-        ("rollout_engine.coordinator", "coordinator"),
+        ("trainer.coordinator", "coordinator"),
         ("rewards.worker", "reward worker"),
     ]:
         if mark in line or mark in name:

@@ -15,8 +15,10 @@ _STD_EPSILON = 1e-4  # a group whose rewards differ by less than this teaches no
 
 def group_advantages(rewards: Float[Tensor, "P G"]) -> Float[Tensor, "P G"]:
     """(reward - mean) / standard deviation of each prompt's group; 0 where all rewards of a group are equal."""
-    mean = rewards.mean(1, keepdim=True)
-    return (rewards - mean) / (rewards.std(1, keepdim=True) + _STD_EPSILON)
+    # rounding lets the mean of equal rewards differ from them, and the division would blow that up
+    differ = rewards.amax(1, keepdim=True) != rewards.amin(1, keepdim=True)
+    advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + _STD_EPSILON)
+    return torch.where(differ, advantages, 0.0)
 
 
 def clipped_policy_loss(
@@ -34,9 +36,7 @@ def clipped_policy_loss(
     return -torch.minimum(unclipped, clipped), (clipped < unclipped).float()
 
 
-def kl_to_reference(
-    logprobs: Float[Tensor, "B T"], reference_logprobs: Float[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """exp(d) - d - 1 with d = reference - policy: unbiased for KL(policy || reference) under the policy, never negative."""
+def kl_to_reference(logprobs: Float[Tensor, "B T"], reference_logprobs: Float[Tensor, "B T"]) -> Float[Tensor, "B T"]:
+    """exp(d) - d - 1, d = reference - policy: never negative, unbiased for KL(policy || reference) under the policy."""
     difference = reference_logprobs - logprobs
     return difference.exp() - difference - 1

@@ -65,7 +65,7 @@ def publish(source: WeightSource, engine: EngineTarget | None, *, version: Weigh
 def checksum(tensor: Tensor) -> str:
     """SGLang's hash of a CPU tensor: the first 8 bytes of SHA-256 over its bytes, in hexadecimal."""
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(memoryview(raw)).digest()[:8].hex()
+    return hashlib.sha256(raw.data).digest()[:8].hex()
 
 
 def _serialise(named: Sequence[tuple[str, Tensor]]) -> str:

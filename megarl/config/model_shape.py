@@ -51,7 +51,9 @@ def read_model_shape(path: Path) -> ModelShape:
     """
     file = path / "config.json"
     if not path.is_dir():
-        raise RecipeError(f"model.path: no directory {path}; give a Hugging Face directory with config.json and weights")
+        raise RecipeError(
+            f"model.path: no directory {path}; give a Hugging Face directory with config.json and weights"
+        )
     try:
         config = json.loads(file.read_text())
     except FileNotFoundError:

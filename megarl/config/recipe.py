@@ -6,23 +6,58 @@ sections, the model or the world size are in `checks.py`. A choice is a union on
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-NonNegativeInt = Annotated[int, Field(ge=0)]
+
+def _location(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError("must be a path")
+    if value.startswith("~") or "$" in value:
+        raise ValueError("must be written out: ~ and $VARIABLES are not replaced here")
+    return Path(value)
+
+
+def _pattern(value: str) -> str:
+    try:
+        groups = re.compile(value).groups
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"must be a regular expression ({error})") from None
+    if groups != 1:
+        raise ValueError(f"must have exactly one (group), around the answer, and has {groups}")
+    return value
+
+
+INT_MAX = 2**31 - 1  # what seeds and counts may be in every library below
+SECONDS_MAX = 1e8  # three years; the clocks of some libraries overflow soon after
+
+PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
+GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-LearningRate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Location = Annotated[Path, BeforeValidator(_location)]
+AnswerPattern = Annotated[str, AfterValidator(_pattern)]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    """Strict: `true` is no number, "10" is no integer, 2.0 is none either."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
 
 
 class Model(Section):
-    path: Path
+    path: Location
     """Hugging Face directory with config.json, *.safetensors and the tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the parameters; gradients are accumulated and the optimizer steps in float32."""
@@ -48,13 +83,13 @@ class CosineSchedule(Section):
 
 
 class Optimizer(Section):
-    learning_rate: LearningRate
+    learning_rate: PositiveFloat
     """Peak learning rate of Adam."""
     warmup_steps: NonNegativeInt = 0
     """Steps over which the learning rate rises linearly from zero."""
     schedule: ConstantSchedule | CosineSchedule = Field(default=ConstantSchedule(), discriminator="type")
     """What the learning rate does after the warm-up."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     """Adam's decay rates of the first and second moment."""
     epsilon: PositiveFloat = 1e-8
     """Adam's term for numerical stability."""
@@ -72,12 +107,12 @@ class Checkpoint(Section):
 
 
 class Runtime(Section):
-    deadline_s: PositiveFloat = 1800.0
+    deadline_s: Seconds = 1800.0
     """Seconds a rank waits for the others, or for a batch, before the job is ended with the missing one's name."""
 
 
 class SftData(Section):
-    train: Path
+    train: Location
     """JSON lines, each {"prompt": ..., "response": ...}; used in order, again from the top when they end."""
 
 
@@ -89,16 +124,16 @@ class SftBatch(Section):
 
 
 class RlData(Section):
-    train: Path
+    train: Location
     """JSON lines, each {"prompt": ..., "answer": ...}; used in order, again from the top when they end."""
-    test: Path
+    test: Location
     """JSON lines of the same form, held out; for the evaluations."""
 
 
 class RlBatch(Section):
     prompts: PositiveInt
     """Prompts in one step; each makes one group."""
-    group_size: Annotated[int, Field(ge=2)]
+    group_size: GroupSize
     """Samples of each prompt."""
     micro_sequences: PositiveInt = 8
     """Most sequences in one forward and backward pass of one data-parallel rank; changes memory, not results."""
@@ -111,7 +146,7 @@ class Rollout(Section):
     """Sampling temperature of training rollouts; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens."""
-    start_timeout_s: PositiveFloat = 300.0
+    start_timeout_s: Seconds = 300.0
     """Seconds an engine may take from its start until it is healthy."""
     server_args: dict[str, Any] = {}
     """Further SGLang server arguments by their ServerArgs names, such as mem_fraction_static."""
@@ -120,7 +155,7 @@ class Rollout(Section):
 class ExactMatch(Section):
     type: Literal["exact_match"] = "exact_match"
     """1 if the last match of `pattern`'s group equals the answer, else 0."""
-    pattern: str = r"<answer>\s*(.*?)\s*</answer>"
+    pattern: AnswerPattern = r"<answer>\s*(.*?)\s*</answer>"
     """Regular expression with one group that finds the answer in the response."""
 
 
@@ -134,7 +169,7 @@ class RewardWorkers(Section):
     """How a response is scored."""
     workers: PositiveInt = 1
     """Processes that score responses."""
-    timeout_s: PositiveFloat = 5.0
+    timeout_s: Seconds = 5.0
     """Seconds one response may take; then the worker is killed and the reward is 0."""
 
 
@@ -153,15 +188,15 @@ class Grpo(Section):
 
 class Evaluation(Section):
     problems: NonNegativeInt = 256
-    """Held-out problems, the first of data.test; 0: no evaluation."""
+    """Held-out problems, the first of data.test, or all if it has fewer; 0: no evaluation."""
     every: NonNegativeInt = 0
     """Evaluate after each this many steps; 0: only before the first and after the last."""
 
 
 class Stage(Section):
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_.-]+$")
-    """Short name; the default run directory is runs/<name>."""
-    run_dir: Path | None = None
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=200)
+    """Short name (the recipe file's, if none is given); the default run directory is runs/<name>."""
+    run_dir: Location | None = None
     """Where logs, metrics, checkpoints and the trained model are written."""
     seed: NonNegativeInt = 0
     """Seed of everything random."""

@@ -44,8 +44,8 @@ def already_prepared(directory: Path, made_from: Mapping[str, Any], *, force: bo
         return False
     if found != dict(made_from):
         raise DataError(
-            f"{directory}: was made from {json.dumps(found)}, now asked for {json.dumps(dict(made_from))};"
-            " choose another directory or replace it with --force"
+            f"{directory}: was made from {json.dumps(found)}, but this would make {json.dumps(dict(made_from))};"
+            " choose another directory, or replace this one with --force"
         )
     return True
 

@@ -34,7 +34,9 @@ def init_model_parallel(layout: Layout, device: torch.device, seed: int) -> None
     model_parallel_cuda_manual_seed(seed)
 
 
-def transformer_config(shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
     """Megatron's configuration of the model; fusions that need TransformerEngine or apex are off."""
     return TransformerConfig(
         num_layers=shape.layers,
@@ -98,7 +100,9 @@ def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
 
 def add_gradients(model: GPTModel) -> DistributedDataParallel:
     """Give the model float32 gradient buffers that are summed over data-parallel ranks."""
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=False, average_in_collective=False)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, average_in_collective=False
+    )
     return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
 
 

@@ -28,21 +28,21 @@ def install() -> None:
         return
     _installed = True
     # p2p_communication.py:313, rotary_pos_embedding.py:162, mappings.py:141, param_and_grad_buffer.py:800
-    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
+    torch.cuda.current_device = lambda: _CPU
     # p2p_communication.py:398, fully_parallel.py:272
     torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
     # schedules.py:596, optimizer.py:481, clip_grads.py:103, dist_checkpointing/exchange_utils.py:98
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # language_module.py:244 moves tied embeddings between pipeline stages
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     # optimizer.py:671 and clip_grads.py:167 compare a parameter's type with torch.cuda.FloatTensor
     torch.Tensor.type = _cuda_type(torch.Tensor.type)  # type: ignore[method-assign]
     # random.py:235, 447: dropout and initialisation draw from per-purpose states of the CUDA generator
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[assignment]
+    torch.cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     torch.cuda.manual_seed = torch.manual_seed  # type: ignore[assignment]
     megatron_random.CudaRNGStatesTracker.fork = _fork
 

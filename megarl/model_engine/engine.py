@@ -102,9 +102,7 @@ class ModelEngine:
         else:
             self._model = add_gradients(network)
             self._optimizer = build_optimizer(optimizer, self._model)
-        self._reports = (
-            parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-        )
+        self._reports = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
         """Log-probabilities of all response tokens, one flat float32 vector in the order of `sequences`, on all ranks."""

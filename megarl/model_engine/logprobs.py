@@ -22,8 +22,8 @@ class _VocabParallel(torch.autograd.Function):
         local = targets - first
         inside = (local >= 0) & (local < logits.shape[-1])
         local = local.clamp(0, logits.shape[-1] - 1)
-        target_logit = shifted.gather(-1, local[..., None])[..., 0] * inside
-        # a masked column is -inf: its probability is 0 and so must its term be, where 0 * -inf is NaN
+        # a masked column is -inf: its probability is 0, and so must be what it adds, where 0 * -inf is NaN
+        target_logit = shifted.gather(-1, local[..., None])[..., 0].where(inside, 0.0)
         sums = torch.stack([exp.sum(-1), (exp * shifted.clamp_min(-1e30)).sum(-1), target_logit])
         dist.all_reduce(sums, group=group)
         total, weighted, target_logit = sums

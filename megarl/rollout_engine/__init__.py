@@ -4,12 +4,14 @@
 imports megatron.
 """
 
-from megarl.rollout_engine.channel import Evaluation, Sample, Taken
+from megarl.rollout_engine.channel import Evaluation, Failed, Sample, Taken, frame
 from megarl.rollout_engine.client import EngineClient
+from megarl.rollout_engine.coordinator import Coordinator
 from megarl.rollout_engine.engine import Engine, EngineAddress, EngineError
 from megarl.rollout_engine.handle import CoordinatorError, CoordinatorHandle
 
 __all__ = [
+    "Coordinator",
     "CoordinatorError",
     "CoordinatorHandle",
     "Engine",
@@ -17,6 +19,8 @@ __all__ = [
     "EngineClient",
     "EngineError",
     "Evaluation",
+    "Failed",
     "Sample",
     "Taken",
+    "frame",
 ]

@@ -1,72 +1,34 @@
-"""The coordinator process: prompts in, scored groups out.
+"""The coordinator: prompts in, scored groups out.
 
-A child of rank 0. It asks the engines for responses, has them scored, and puts whole groups into the transfer queue,
-from which rank 0 takes them. It imports neither torch nor megatron nor sglang, so it starts in a second.
+It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given, from which
+rank 0 takes them. It imports neither torch nor megatron nor sglang, so its process starts in a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import socket
-import sys
 import time
-import traceback
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config import RlRecipe
 from megarl.data import DataError, load_tokenizer, prompts_ids, read_problems
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.client import EngineClient
-from megarl.rollout_engine.engine import EngineAddress, EngineError
-from megarl.runtime import child_command, child_environment
-from megarl.transfer_queue import TransferQueue
 from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _SAMPLES_SHOWN = 16
-# A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
-_LET_THE_ENGINE_SPEAK_S = 3.0
-_LET_RANK_0_READ_S = 3.0
 
 
-def main() -> None:
-    """Serve rank 0 until its end of the channel closes."""
-    config = json.loads(sys.stdin.readline())
-    connection = socket.socket(fileno=config["channel_fd"])
-    try:
-        asyncio.run(_serve(config, connection))
-    except Exception as error:
-        if isinstance(error, EngineError):
-            time.sleep(_LET_THE_ENGINE_SPEAK_S)
-        known = isinstance(error, EngineError | DataError)
-        cause = str(error) if known else traceback.format_exc()
-        connection.setblocking(True)
-        connection.sendall(channel.frame(channel.Failed(cause)))
-        time.sleep(_LET_RANK_0_READ_S)  # it ends the job with this cause, and us
-        raise
+class Queue(Protocol):
+    """Where finished groups go, and whole steps come out."""
 
-
-async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
-    recipe = RlRecipe.model_validate(config["recipe"])
-    connection.setblocking(False)
-    reader, writer = await asyncio.open_connection(sock=connection)
-    async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(
-                EngineClient(EngineAddress(**address), config["key"], timeout_s=recipe.runtime.deadline_s)
-            )
-            for address in config["engines"]
-        ]
-        pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
-        rewards = await stack.enter_async_context(pool)
-        coordinator = Coordinator(recipe, engines, rewards, max_positions=config["max_positions"])
-        await coordinator.serve(reader, writer)
+    async def put(self, group: Group) -> None: ...
+    async def take(self, step: int) -> list[Group]: ...
 
 
 class Problems:
@@ -97,16 +59,21 @@ class Coordinator:
     """Generates, scores and queues. Whole responses: one request for all samples of a prompt, engines in turn."""
 
     def __init__(
-        self, recipe: RlRecipe, engines: list[EngineClient], rewards: RewardPool, *, max_positions: int
+        self,
+        recipe: RlRecipe,
+        engines: list[EngineClient],
+        rewards: RewardPool,
+        queue: Queue,
+        *,
+        max_positions: int,
     ) -> None:
-        self._recipe, self._rewards = recipe, rewards
+        self._recipe, self._rewards, self._queue = recipe, rewards, queue
         self._tokenizer = load_tokenizer(recipe.model.path)
         room = max_positions - recipe.rollout.max_new_tokens
         self._train = Problems(recipe.data.train, self._tokenizer, max_prompt_tokens=room)
         held_out = recipe.evaluation.problems
         self._test = Problems(recipe.data.test, self._tokenizer, max_prompt_tokens=room, count=held_out)
         self._next_engine = itertools.cycle(engines).__next__
-        self._queue = TransferQueue(groups_per_step=recipe.batch.prompts)
         self._generation: asyncio.Task[float] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -22,8 +22,17 @@ class CoordinatorHandle:
     """A running coordinator. Requests are answered one at a time."""
 
     def __init__(
-        self, recipe: RlRecipe, engines: list[EngineAddress], key: str, *, max_positions: int, guard: Guard, log: Path
+        self,
+        target: str,
+        recipe: RlRecipe,
+        engines: list[EngineAddress],
+        key: str,
+        *,
+        max_positions: int,
+        guard: Guard,
+        log: Path,
     ) -> None:
+        """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends."""
         self._socket, theirs = socket.socketpair()
         config = {
             "recipe": recipe.model_dump(mode="json"),
@@ -34,7 +43,7 @@ class CoordinatorHandle:
         }
         with theirs:
             self.child = start_child(
-                "megarl.rollout_engine.coordinator:main",
+                target,
                 config,
                 name="coordinator",
                 log=log,

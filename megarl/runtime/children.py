@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
 # A child that inherits its rank's launcher variables would join MPI as the rank's double, or mistake torchrun's
 # rendezvous for its own.
 _LAUNCHER_PREFIXES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "MPI_", "SLURM_", "TORCHELASTIC_", "LOCAL_", "GROUP_", "ROLE_")

@@ -84,7 +84,7 @@ class Guard:
             while True:
                 for key, _ in self._selector.select():
                     self._handle(key.fd)
-        except BaseException:
+        except BaseException:  # noqa: BLE001 - a rank without its guard must not go on
             self.die(f"the guard thread failed:\n{traceback.format_exc()}")
 
     def _handle(self, fd: int) -> None:

@@ -13,7 +13,7 @@ LOGGER = logging.getLogger("megarl")
 def setup_logging(rank: int, directory: Path) -> None:
     """All records and warnings go to `directory`/rank_N.log; megarl's own also to rank 0's standard output."""
     directory.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(directory / f"rank_{rank}.log")
+    file = logging.StreamHandler((directory / f"rank_{rank}.log").open("a"))
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=[file], force=True)
     logging.captureWarnings(True)

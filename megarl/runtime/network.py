@@ -15,7 +15,9 @@ def node_address(hosts: list[str]) -> str:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        raise ValueError(f"this node's name {name!r} has no address ({error}); other nodes could not reach it") from error
+        raise ValueError(
+            f"this node's name {name!r} has no address ({error}); other nodes could not reach it"
+        ) from error
     if address.startswith("127."):
         raise ValueError(
             f"this node's name {name!r} resolves to {address}, which other nodes cannot reach; correct /etc/hosts or DNS"

@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RankInfo:
-    """One process of the job. `local_rank` counts on this node, of `ranks_per_node`; `control` is the plane it joins."""
+    """One process of the job. `local_rank` counts the `ranks_per_node` of this node; `control` is the plane to join."""
 
     rank: int
     world: int
@@ -38,7 +38,12 @@ def rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
             control=_choice(env, control),
         )
     elif "OMPI_COMM_WORLD_RANK" in env:
-        names = tuple(f"OMPI_COMM_WORLD_{part}" for part in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        names = (
+            "OMPI_COMM_WORLD_RANK",
+            "OMPI_COMM_WORLD_SIZE",
+            "OMPI_COMM_WORLD_LOCAL_RANK",
+            "OMPI_COMM_WORLD_LOCAL_SIZE",
+        )
         control = "mpi"
     else:
         return RankInfo(0, 1, 0, 1, _choice(env, "tcp"))

@@ -41,6 +41,7 @@ def join(
     info: RankInfo,
     control: ControlPlane,
     guard: Guard,
+    run: RunDirectory,
     recipe: SftRecipe | RlRecipe,
     shape: ModelShape,
     *,
@@ -50,7 +51,7 @@ def join(
     hosts = control.allgather(socket.gethostname(), str, what="exchange of host names")
     device = choose_device(info)
     init_process_group(control, device, one_node=len(set(hosts)) == 1, deadline_s=recipe.runtime.deadline_s)
-    return Job(info, control, guard, RunDirectory(recipe.directory), shape, resume, hosts, device)
+    return Job(info, control, guard, run, shape, resume, hosts, device)
 
 
 def build_engine(

@@ -19,9 +19,7 @@ from megarl.data import encode_demonstrations, load_tokenizer, read_demonstratio
 from megarl.trainer.run_state import RunDirectory
 
 
-def preflight(
-    recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, resume: bool
-) -> ModelShape:
+def preflight(recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, resume: bool) -> ModelShape:
     """Check recipe, model directory, data and run directory; returns the model's shape.
 
     Raises RecipeError or DataError with what was given, what was expected and what to do.
@@ -55,7 +53,8 @@ def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: in
         line = (
             f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
             f" data {place.data}/{world // (layout.tensor * layout.pipeline)};"
-            f" layers {first}-{first + layers - 1}, vocabulary rows {place.tensor * rows}-{(place.tensor + 1) * rows - 1}"
+            f" layers {first}-{first + layers - 1},"
+            f" vocabulary rows {place.tensor * rows}-{(place.tensor + 1) * rows - 1}"
         )
         if engine_size and rank in engine_leaders(world, engine_size):
             members = f"ranks {rank}-{rank + engine_size - 1}" if engine_size > 1 else "this rank"

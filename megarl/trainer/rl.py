@@ -16,6 +16,7 @@ from megarl.config import RlRecipe, engine_leaders
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
+from megarl.trainer.coordinator import TARGET as COORDINATOR
 from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
 from megarl.trainer.rollout_batch import RolloutBatch
 from megarl.types import Group
@@ -81,12 +82,14 @@ def _start_the_rest(
     job: Job, recipe: RlRecipe, engine: Engine | None, key: str
 ) -> tuple[CoordinatorHandle | None, ModelEngine, ModelEngine | None, int]:
     """Coordinator (on rank 0), policy, reference if the algorithm has one, and the steps already done."""
-    addresses = job.control.allgather(engine.address if engine else None, EngineAddress | None, what="engine addresses")
+    mine = [engine.address] if engine else []
+    addresses = job.control.allgather(mine, list[EngineAddress], what="engine addresses")
     coordinator = None
     if job.control.rank == 0:
         coordinator = CoordinatorHandle(
+            COORDINATOR,
             recipe,
-            [address for address in addresses if address is not None],
+            [address for part in addresses for address in part],
             key,
             max_positions=job.shape.max_positions,
             guard=job.guard,
@@ -98,8 +101,9 @@ def _start_the_rest(
     if recipe.algorithm.kl_coefficient:
         reference = build_engine(job, recipe, updates=0, temperature=temperature, frozen=True)
     start = resume_step(job, model)
-    waited = job.control.allgather(engine.wait_healthy(job.guard) if engine else 0.0, float, what="start of the engines")
-    LOGGER.info("%d engines are healthy, the last after %.0f s", len(waited), max(waited))
+    waited = [engine.wait_healthy(job.guard)] if engine else []
+    started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]
+    LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
     return coordinator, model, reference, start
 
 

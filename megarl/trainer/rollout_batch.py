@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -89,7 +88,7 @@ class RolloutBatch:
         lengths = [sequence.response_length for sequence in self.sequences]
         trajectories = [t for group in self._groups for t in group.trajectories]
         tokens = total.sums["tokens"]
-        averages = {name: total.sums.get(name, math.nan) / tokens for name in ("entropy", "kl") if name in total.sums}
+        averages: dict[str, float] = {n: total.sums[n] / tokens for n in ("entropy", "kl") if n in total.sums}
         return {
             "reward": float(self.rewards.mean()),
             "length": sum(lengths) / len(lengths),

@@ -22,7 +22,7 @@ _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands. Its prompts and learning rate follow from `step`; `files` are the sizes to be found beside it."""
+    """Where a run stands; its prompts follow from `step`. `files` are the sizes of what must lie beside it."""
 
     step: int
     updates: int

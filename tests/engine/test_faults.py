@@ -24,9 +24,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("victim", "launcher", "named"), CASES, ids=[f"{v} {launcher}" for v, launcher, _ in CASES])
-def test_sigkill_ends_the_job(
-    victim: str, launcher: str, named: str, tmp_path: Path, rl_overrides: list[str]
-) -> None:
+def test_sigkill_ends_the_job(victim: str, launcher: str, named: str, tmp_path: Path, rl_overrides: list[str]) -> None:
     with local_job(tmp_path / "run", RECIPE, *rl_overrides, "steps=100000", launcher=launcher) as job:
         job.wait_for_step(2)
         processes = job.processes()

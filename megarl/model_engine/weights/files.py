@@ -23,13 +23,13 @@ class HfReader:
         self._directory = directory
         try:
             if (directory / INDEX).exists():
-                self._file_of: dict[str, str] = json.loads((directory / INDEX).read_text())["weight_map"]
+                self._file_of: dict[str, str] = dict(json.loads((directory / INDEX).read_text())["weight_map"])
             else:
                 with safe_open(directory / SINGLE, "pt") as file:
                     self._file_of = dict.fromkeys(file.keys(), SINGLE)
         except FileNotFoundError:
             raise ValueError(f"{directory}: no weights; expected {SINGLE} or {INDEX}") from None
-        except (SafetensorError, json.JSONDecodeError, KeyError) as error:
+        except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{directory}: cannot read the weights: {error}") from error
 
     def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
@@ -47,8 +47,12 @@ class HfReader:
         return tensor
 
 
-def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], source: Path, target: Path) -> None:
+def write_hf(
+    buckets: Iterable[list[tuple[str, Tensor]]], source: Path, target: Path, *, file_bytes: int = _FILE_BYTES
+) -> None:
     """Write the tensors of `buckets` with the configuration and tokenizer of `source` to the directory `target`.
+
+    Each weight file has at most `file_bytes` of tensors, or a single larger one.
 
     It is written aside and renamed, so `target` exists whole or not at all; an older `target` is replaced.
     """
@@ -58,12 +62,12 @@ def write_hf(buckets: Iterable[list[tuple[str, Tensor]]], source: Path, target: 
     for file in sorted(source.iterdir()):
         if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
             shutil.copyfile(file, aside / file.name)
-    _write_weights(buckets, aside)
+    _write_weights(buckets, aside, file_bytes)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
 
 
-def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path) -> None:
+def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path, file_bytes: int) -> None:
     parts: list[Path] = []
     file_of: dict[str, int] = {}
     pending: dict[str, Tensor] = {}
@@ -76,7 +80,7 @@ def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path)
 
     for bucket in buckets:
         for name, tensor in bucket:
-            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > _FILE_BYTES:
+            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
                 flush()
             pending[name] = tensor.detach().cpu().contiguous().clone()
             file_of[name] = len(parts)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from megarl.runtime.control.base import ControlPlane
 from megarl.runtime.rank import RankInfo
 
+__all__ = ["ControlPlane", "connect"]
+
 
 def connect(info: RankInfo, deadline_s: float) -> ControlPlane:
     """Join the control plane that `info` names; returns when this rank is connected."""

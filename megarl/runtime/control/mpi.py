@@ -30,7 +30,8 @@ class MpiControlPlane(ControlPlane):
         # imported here because importing it is MPI_Init, which only a rank may do
         from mpi4py import MPI
 
-        MPI.pickle.__init__(bytes, bytes, None)  # payloads are bytes already: nothing is pickled or unpickled
+        # payloads are bytes already: nothing is pickled or unpickled
+        MPI.pickle.__init__(bytes, bytes, None)  # type: ignore[misc]
         self._mpi, self._comm = MPI, MPI.COMM_WORLD
         self._deadline_s = deadline_s
         self.rank, self.world = self._comm.rank, self._comm.size

@@ -25,7 +25,9 @@ def bound_store(address: str, port: int, timeout: timedelta) -> TCPStore:
 
     listener = socket.create_server((address, port))
     port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(
+        address, port, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 class TcpControlPlane(ControlPlane):
@@ -59,7 +61,7 @@ class TcpControlPlane(ControlPlane):
         """All write; all wait for all, so that a round's keys can be deleted two rounds later."""
         self._round += 1
         key = f"{self._round}/{{}}".format
-        self._store.set(key(self.rank), payload)
+        self._store.set(key(self.rank), payload)  # type: ignore[arg-type]  # bytes pass through as they are
         self._await([key(rank) for rank in range(self.world)], what)
         values = [self._store.get(key(rank)) for rank in read]
         if self._round > 2:
@@ -82,7 +84,7 @@ class TcpControlPlane(ControlPlane):
 
     def close(self) -> None:
         self.barrier("end of the job")
-        self._store.set(f"left/{self.rank}", b"")
+        self._store.set(f"left/{self.rank}", "")
         if self.rank == 0:  # its store must outlive the others' last look at it
             self._await([f"left/{rank}" for rank in range(self.world)], "end of the job")
 

@@ -1,0 +1,72 @@
+"""The page of all recipe keys, made from the fields themselves: python -m megarl.config.document > docs/recipes.md."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from megarl.config.recipe import RlRecipe, SftRecipe
+
+_HEAD = """# Recipes
+
+A recipe is a YAML file; `key.path=value` on the command line replaces or adds a value, in order, and the value is YAML
+too: `steps=10`, `optimizer.schedule.type=cosine`, `'optimizer.betas=[0.9, 0.98]'`. Examples are in `launch/recipes/`.
+
+`bash launch/local.sh -n RANKS RECIPE --dry-run` checks a recipe, the model's directory and the data, and prints the
+recipe with every default filled in and what each rank would do. The same checks run before every job: unknown keys
+(with the nearest known one), types and ranges, what the layout must divide (ranks, heads, key-value heads, MLP width,
+layers), batches, free positions for the responses, each row of the data. The resolved recipe is kept as
+`recipe.yaml` in the run directory.
+
+The two kinds of recipe follow; this page is made from the code by `python -m megarl.config.document > docs/recipes.md`.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    parts = [_HEAD]
+    for recipe, title in [(SftRecipe, "Supervised fine-tuning"), (RlRecipe, "Reinforcement learning")]:
+        parts.append(
+            f"## {title}\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(_rows(recipe, "")) + "\n"
+        )
+    return "\n".join(parts)
+
+
+def _rows(section: Any, prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        key = f"{prefix}{name}"
+        sections = [a for a in _members(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+        default = "needed" if field.is_required() else _text(field.get_default(call_default_factory=True))
+        yield f"| `{key}` | {'' if sections else default} | {_meaning(field)} |"
+        for member in sections:
+            yield from _rows(member, f"{key}.")
+
+
+def _meaning(field: Any) -> str:
+    choice = [f"`{value}`" for value in typing.get_args(field.annotation) if isinstance(value, str)]
+    return " or ".join(choice) + (": " if choice else "") + (field.description or "").replace("|", "\\|")
+
+
+def _members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _text(value: Any) -> str:
+    if value is None or value is PydanticUndefined:
+        return "none"
+    text = (
+        str(value) if isinstance(value, str | Path) else repr(value).lower() if isinstance(value, bool) else repr(value)
+    )
+    return f"`{text}`".replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    print(document(), end="")

@@ -1,0 +1,59 @@
+"""The coordinator process, a child of rank 0: joins engines, rewards and the transfer queue to one coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import time
+import traceback
+from contextlib import AsyncExitStack
+from typing import Any
+
+from megarl.config import RlRecipe
+from megarl.data import DataError
+from megarl.rewards import RewardPool
+from megarl.rollout_engine import Coordinator, EngineAddress, EngineClient, EngineError, Failed, frame
+from megarl.runtime import child_command, child_environment
+from megarl.transfer_queue import TransferQueue
+
+TARGET = "megarl.trainer.coordinator:main"
+# A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
+_LET_THE_ENGINE_SPEAK_S = 3.0
+_LET_RANK_0_READ_S = 3.0
+
+
+def main() -> None:
+    """Serve rank 0 until its end of the channel closes."""
+    config = json.loads(sys.stdin.readline())
+    connection = socket.socket(fileno=config["channel_fd"])
+    try:
+        asyncio.run(_serve(config, connection))
+    except Exception as error:
+        if isinstance(error, EngineError):
+            time.sleep(_LET_THE_ENGINE_SPEAK_S)
+        known = isinstance(error, EngineError | DataError)
+        cause = str(error) if known else traceback.format_exc()
+        connection.setblocking(True)
+        connection.sendall(frame(Failed(cause)))
+        time.sleep(_LET_RANK_0_READ_S)  # it ends the job with this cause, and us
+        raise
+
+
+async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
+    recipe = RlRecipe.model_validate(config["recipe"])
+    connection.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=connection)
+    async with AsyncExitStack() as stack:
+        engines = [
+            await stack.enter_async_context(
+                EngineClient(EngineAddress(**address), config["key"], timeout_s=recipe.runtime.deadline_s)
+            )
+            for address in config["engines"]
+        ]
+        pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
+        rewards = await stack.enter_async_context(pool)
+        queue = TransferQueue(groups_per_step=recipe.batch.prompts)
+        coordinator = Coordinator(recipe, engines, rewards, queue, max_positions=config["max_positions"])
+        await coordinator.serve(reader, writer)
