@@ -37,7 +37,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What an engine answers for one sample. `logprobs[i]` is the log-probability (nats) of sampling `output_ids[i]`."""
+    """What an engine answers for one sample. `logprobs[i]` is the log-probability (nats) of `output_ids[i]`."""
 
     output_ids: list[int]
     logprobs: list[float]

@@ -43,7 +43,7 @@ class Job:
         assert self.process.poll() is None, self.output()[-3000:]
 
     def processes(self) -> dict[str, psutil.Process]:
-        """All living processes of the job by what they are: launcher, rank 0, engine 0, scheduler 0, coordinator, ..."""
+        """All living processes of the job by what they are: rank 0, engine 0, scheduler 0, coordinator 0, ..."""
         found: dict[str, psutil.Process] = {}
         for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]:
             with contextlib.suppress(psutil.Error):

@@ -5,6 +5,8 @@ Called on the login node by a dry run and by every rank before anything is built
 
 from __future__ import annotations
 
+import math
+
 from megarl.config.errors import RecipeError
 from megarl.config.model_shape import ModelShape
 from megarl.config.recipe import RlRecipe, SftRecipe
@@ -29,12 +31,15 @@ def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list
             f"layout: {world} ranks cannot be divided into tensor {tensor} x pipeline {pipeline} = {tensor * pipeline};"
             f" start a multiple of {tensor * pipeline} ranks or change layout"
         )
-    for what, size in [("attention heads", shape.heads), ("key-value heads", shape.kv_heads), ("MLP width", shape.ffn)]:
-        if size % tensor:
-            good = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 64)
-            problems.append(f"layout.tensor: {tensor} does not divide the model's {what} ({size}); use one of {good}")
+    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
+    if wrong := [f"{what} ({size})" for what, size in sizes.items() if size % tensor]:
+        good = _divisors(math.gcd(*sizes.values()))
+        problems.append(f"layout.tensor: {tensor} does not divide the model's {', '.join(wrong)}; use one of {good}")
     if shape.layers % pipeline:
-        problems.append(f"layout.pipeline: {pipeline} stages do not divide the model's {shape.layers} layers evenly")
+        problems.append(
+            f"layout.pipeline: {pipeline} does not divide the model's {shape.layers} layers;"
+            f" use one of {_divisors(shape.layers)}"
+        )
     return problems
 
 
@@ -42,7 +47,7 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
     if recipe.optimizer.warmup_steps > recipe.steps:
         return [
             f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than steps ({recipe.steps}),"
-            " so the learning rate would never reach its peak"
+            " so the learning rate would never reach its peak; make it smaller"
         ]
     return []
 
@@ -50,14 +55,18 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
 def _batch(recipe: SftRecipe | RlRecipe, data: int) -> list[str]:
     if isinstance(recipe, SftRecipe):
         if recipe.batch.sequences % data:
-            return [f"batch.sequences: {recipe.batch.sequences} is not a multiple of the {data} data-parallel ranks"]
+            good = -(-recipe.batch.sequences // data) * data
+            return [
+                f"batch.sequences: {recipe.batch.sequences} is not a multiple of the {data} data-parallel ranks;"
+                f" {good} would be"
+            ]
         return []
     minibatches = recipe.algorithm.minibatches
     if recipe.sequences % minibatches or recipe.sequences // minibatches < data:
         return [
             f"algorithm.minibatches: {recipe.batch.prompts} prompts x {recipe.batch.group_size} samples ="
-            f" {recipe.sequences} sequences cannot be divided into {minibatches} of at least {data}"
-            " (one for each data-parallel rank)"
+            f" {recipe.sequences} sequences cannot be divided evenly into {minibatches} parts of at least {data}"
+            " (one for each data-parallel rank); use fewer minibatches or more prompts"
         ]
     return []
 
@@ -69,17 +78,25 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
             f"rollout.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
             f" there are {world} ranks, {ranks_per_node} a node"
         )
-    if shape.heads % size or (shape.kv_heads % size and size % shape.kv_heads):
+    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
+    # an engine may also repeat each key-value head on several ranks
+    wrong = [f"{what} ({n})" for what, n in sizes.items() if n % size and (n != shape.kv_heads or size % n)]
+    if wrong:
         problems.append(
-            f"rollout.tensor_parallel: {size} fits neither the model's {shape.heads} attention heads"
-            f" nor its {shape.kv_heads} key-value heads"
+            f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
+            f" use one of {_divisors(math.gcd(*sizes.values()))}"
         )
     if recipe.rollout.max_new_tokens >= shape.max_positions:
         problems.append(
             f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt in the model's"
-            f" {shape.max_positions} positions"
+            f" {shape.max_positions} positions; make it smaller"
         )
-    owned = {"model_path", "host", "port", "api_key", "tp_size", "random_seed", "weight_version", "dtype"}
-    for key in owned & recipe.rollout.server_args.keys():
-        problems.append(f"rollout.server_args.{key}: megarl sets this one itself; leave it out")
+    owned = ["api_key", "dtype", "host", "model_path", "port", "random_seed", "tp_size", "weight_version"]
+    for key in owned:
+        if key in recipe.rollout.server_args:
+            problems.append(f"rollout.server_args.{key}: megarl sets this one itself; leave it out")
     return problems
+
+
+def _divisors(size: int) -> str:
+    return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)

@@ -13,6 +13,7 @@ from typing import Any
 from megarl.config.errors import RecipeError
 
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
+DEFAULT_ROPE_THETA = 10_000.0  # what transformers takes for these families when a file names none
 
 
 @dataclass(frozen=True)
@@ -47,51 +48,113 @@ class ModelShape:
 def read_model_shape(path: Path) -> ModelShape:
     """Read `path`/config.json.
 
-    Raises RecipeError: no such directory or file, not JSON, a field missing, or an architecture that is not supported.
+    Raises RecipeError: no such directory or file, not JSON, a field missing or wrong, or a model that is not supported.
     """
     file = path / "config.json"
     if not path.is_dir():
         raise RecipeError(
-            f"model.path: no directory {path}; give a Hugging Face directory with config.json and weights"
+            f"model.path: no directory {path}; expected a Hugging Face directory with config.json, *.safetensors and"
+            " the tokenizer (nothing is downloaded)"
         )
     try:
-        config = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise RecipeError(f"model.path: {path} has no config.json; it is not a Hugging Face directory") from None
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(
+            f"model.path: cannot read {file}: {error.strerror}; is it a Hugging Face directory?"
+        ) from None
+    except (UnicodeDecodeError, RecursionError):
+        raise RecipeError(f"{file}: not JSON; expected the model's configuration") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{file}: line {error.lineno} is not JSON: {error.msg}") from None
+    if not isinstance(config, dict):
+        raise RecipeError(f"{file}: expected an object with the model's configuration, found {config!r:.60}")
     try:
-        return _shape(config, file)
-    except KeyError as error:
-        raise RecipeError(f"{file}: field {error.args[0]!r} is missing") from None
+        return _shape(config)
+    except RecipeError as error:
+        raise RecipeError(f"{file}: {error}") from None
 
 
-def _shape(config: dict[str, Any], file: Path) -> ModelShape:
-    architecture = (config.get("architectures") or ["none given"])[0]
-    if architecture not in FAMILIES:
-        raise RecipeError(f"{file}: architecture {architecture} is not supported; known are {', '.join(FAMILIES)}")
-    # transformers 5 keeps all rope settings in rope_parameters; older files have rope_theta and rope_scaling beside it
-    rope = config.get("rope_parameters") or {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise RecipeError(f"{file}: rope type {kind!r} is not supported; only 'default' is")
+def _shape(config: dict[str, Any]) -> ModelShape:
+    family = _family(config)
+    _refuse_variants(config)
+    hidden, heads = _count(config, "hidden_size"), _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise RecipeError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if config.get("head_dim") is None and hidden % heads:
+        raise RecipeError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing"
+        )
+    head_dim = _count(config, "head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise RecipeError(f"heads of {head_dim} elements are not supported; rotary positions need an even number")
+    return ModelShape(
+        family=family,
+        layers=_count(config, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=_count(config, "intermediate_size"),
+        vocab=_count(config, "vocab_size"),
+        max_positions=_count(config, "max_position_embeddings"),
+        norm_epsilon=_number(config, "rms_norm_eps"),
+        rope_theta=_rope_theta(config),
+        tied=config.get("tie_word_embeddings") is True,
+    )
+
+
+def _family(config: dict[str, Any]) -> str:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise RecipeError(f"architectures is {names!r:.60}; expected a list of one of {', '.join(FAMILIES)}")
+    if str(names[0]) not in FAMILIES:
+        raise RecipeError(f"architecture {names[0]} is not supported; known are {', '.join(FAMILIES)}")
+    return FAMILIES[str(names[0])]
+
+
+def _refuse_variants(config: dict[str, Any]) -> None:
+    """What these architectures may have and megarl does not compute."""
     if config.get("hidden_act", "silu") != "silu":
-        raise RecipeError(f"{file}: hidden_act {config['hidden_act']!r} is not supported; only 'silu' is")
+        raise RecipeError(f"hidden_act {config['hidden_act']!r:.60} is not supported; only 'silu' is")
     for flag in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if config.get(flag):
-            raise RecipeError(f"{file}: {flag} is true, which is not supported")
-    heads = config["num_attention_heads"]
-    return ModelShape(
-        family=FAMILIES[architecture],
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn=config["intermediate_size"],
-        vocab=config["vocab_size"],
-        max_positions=config["max_position_embeddings"],
-        norm_epsilon=config["rms_norm_eps"],
-        rope_theta=float(rope["rope_theta"]),
-        tied=bool(config.get("tie_word_embeddings", False)),
-    )
+            raise RecipeError(f"{flag} is {json.dumps(config[flag])}, which is not supported; only false is")
+    if config.get("quantization_config"):
+        raise RecipeError("the weights are quantized (quantization_config), which is not supported; take the original")
+
+
+def _rope_theta(config: dict[str, Any]) -> float:
+    """transformers 5 keeps all rope settings in rope_parameters; older files have rope_theta and rope_scaling."""
+    settings = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        value = config.get(name) or {}
+        if not isinstance(value, dict):
+            raise RecipeError(f"{name} is {value!r:.60}; expected an object")
+        settings |= value
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind != "default":
+        raise RecipeError(f"rope type {kind!r:.60} is not supported; only 'default' is")
+    if {**config, **settings}.get("partial_rotary_factor", 1.0) != 1.0:
+        raise RecipeError("partial_rotary_factor is not 1, which is not supported")
+    if config.get("rope_parameters") or config.get("rope_theta") is not None:
+        return _number({"rope_theta": config.get("rope_theta"), **settings}, "rope_theta")
+    return DEFAULT_ROPE_THETA
+
+
+def _count(config: dict[str, Any], name: str, default: int | None = None) -> int:
+    value = default if config.get(name) is None else config[name]
+    if value is None:
+        raise RecipeError(f"field {name!r} is missing; expected a positive whole number")
+    if type(value) is not int or value < 1:
+        raise RecipeError(f"{name} is {value!r:.60}; expected a positive whole number")
+    return value
+
+
+def _number(config: dict[str, Any], name: str) -> float:
+    value = config.get(name)
+    if value is None:
+        raise RecipeError(f"field {name!r} is missing; expected a positive number")
+    if type(value) not in (int, float) or not 0 < value < float("inf"):
+        raise RecipeError(f"{name} is {value!r:.60}; expected a positive number")
+    return float(value)

@@ -1,4 +1,4 @@
-"""Model and optimizer as a Megatron distributed checkpoint (torch_dist): written by all ranks, loadable at any layout."""
+"""Model and optimizer as a Megatron distributed checkpoint (torch_dist), written by all ranks, for any layout."""
 
 from __future__ import annotations
 

@@ -28,9 +28,9 @@ def install() -> None:
         return
     _installed = True
     # p2p_communication.py:313, rotary_pos_embedding.py:162, mappings.py:141, param_and_grad_buffer.py:800
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment,return-value]
     # p2p_communication.py:398, fully_parallel.py:272
-    torch.cuda.synchronize = lambda *_, **__: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_, **__: None
     # schedules.py:596, optimizer.py:481, clip_grads.py:103, dist_checkpointing/exchange_utils.py:98
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))

@@ -105,7 +105,7 @@ class ModelEngine:
         self._reports = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
-        """Log-probabilities of all response tokens, one flat float32 vector in the order of `sequences`, on all ranks."""
+        """Log-probabilities of all response tokens: a flat float32 vector in the order of `sequences`, on all ranks."""
         starts = [0]
         for sequence in sequences:
             starts.append(starts[-1] + sequence.response_length)

@@ -1,4 +1,4 @@
-"""Request and reply between rank 0 and its coordinator: msgpack frames over a socket pair that no one else can reach."""
+"""Request and reply between rank 0 and its coordinator: msgpack frames over a socket pair of theirs alone."""
 
 from __future__ import annotations
 

@@ -80,7 +80,8 @@ class Engine:
                 return seconds
             if seconds > self._timeout_s:
                 raise EngineError(
-                    f"{self.child.name} is not healthy after {seconds:.0f} s (rollout.start_timeout_s); see {self.child.log}"
+                    f"{self.child.name} is not healthy after {seconds:.0f} s (rollout.start_timeout_s);"
+                    f" see {self.child.log}"
                 )
             time.sleep(_POLL_S)
 

@@ -66,7 +66,7 @@ def start_child(
     env: Mapping[str, str] = {},
     pass_fds: Sequence[int] = (),
 ) -> Child:
-    """Start `target` with `config` as one JSON line on its stdin (so secrets are on no command line), output to `log`."""
+    """Start `target` with `config` as a JSON line on its stdin, so secrets are on no command line; output to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends; end now if `parent` is already gone."""
+    """Have the kernel send SIGKILL when the thread that started this process ends; end now if `parent` is gone."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -20,7 +20,7 @@ def node_address(hosts: list[str]) -> str:
         ) from error
     if address.startswith("127."):
         raise ValueError(
-            f"this node's name {name!r} resolves to {address}, which other nodes cannot reach; correct /etc/hosts or DNS"
+            f"this node's name {name!r} resolves to {address}, which other nodes cannot reach; mend /etc/hosts or DNS"
         )
     return address
 
