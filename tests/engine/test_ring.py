@@ -1,0 +1,112 @@
+"""The whole ring with real engines and real Megatron: train, publish, stop, resume, export."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.jobs import local_job
+
+pytestmark = pytest.mark.engine
+
+SFT, RL = "launch/recipes/carry_addition_sft.yaml", "launch/recipes/carry_addition_rl.yaml"
+MISMATCH_LIMIT = 1e-4  # DESIGN's bound for float32
+
+
+@pytest.fixture(scope="module")
+def sft_model(addition: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has begun to add: enough for some of its answers to be right."""
+    run = tmp_path_factory.mktemp("sft") / "run"
+    data = [f"model.path={addition}/model", f"data.train={addition}/demonstrations.jsonl"]
+    with local_job(run, SFT, *data, "layout.tensor=1", "steps=400", "checkpoint.final=false") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    assert job.metrics()[-1]["loss"] < 0.7
+    return run / "hf"
+
+
+def check_rows(rows: list[dict[str, Any]], steps: int) -> None:
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert all(row["mismatch/logprob_max"] <= MISMATCH_LIMIT for row in rows)
+    assert all(set(row["seconds"]) == {"generate", "score", "update", "publish"} for row in rows)
+    assert any(row["grad_norm"] > 0 for row in rows)
+
+
+def check_export(directory: Path) -> None:
+    """transformers loads the result and generates from it."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "1+2="}], add_generation_prompt=True, tokenize=False
+    )
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    assert "=" in tokenizer.decode(model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :])
+
+
+def test_stop_and_resume(sft_model: Path, addition: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    overrides = [
+        f"model.path={sft_model}",
+        f"data.train={addition}/train.jsonl",
+        f"data.test={addition}/test.jsonl",
+        "batch.prompts=16",
+        "evaluation.problems=32",
+        "steps=6",
+        "optimizer.warmup_steps=6",
+        "checkpoint.every=3",
+    ]
+    with local_job(run, RL, *overrides) as job:
+        job.wait_for_step(4)
+        os.killpg(job.process.pid, signal.SIGKILL)  # the launcher; its ranks and engines must follow
+        job.wait(30)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000003"]
+    with local_job(run, RL, *overrides, "--resume") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    rows = job.metrics()
+    check_rows(rows, 6)
+    # the warm-up goes on where it was, so the optimizer's count was restored
+    assert [row["learning_rate"] for row in rows] == pytest.approx([1e-4 * (step + 1) / 6 for step in range(6)])
+    assert "3 steps are done" in job.output()
+    assert sum(row["reward"] for row in rows[3:]) >= sum(row["reward"] for row in rows[:3]) - 0.3
+    check_export(run / "hf")
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [evaluation["step"] for evaluation in evaluations] == [0, 6]
+
+
+def test_torchrun_minibatches_and_reference_model(rl_overrides: list[str], tmp_path: Path) -> None:
+    """Several updates a step need the old log-probabilities, and a KL term a second model."""
+    run = tmp_path / "run"
+    extra = ["steps=3", "algorithm.minibatches=2", "algorithm.kl_coefficient=0.05", "layout.tensor=1"]
+    with local_job(run, RL, *rl_overrides, *extra, launcher="torchrun") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    rows = job.metrics()
+    check_rows(rows, 3)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-4)
+    assert rows[-1]["kl"] > 0
+
+
+def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    extra = ["steps=2", "layout={tensor: 1, pipeline: 2}", "rollout.tensor_parallel=2", "algorithm.kl_coefficient=0.1"]
+    # three layers do not divide into two stages
+    with local_job(run, RL, *rl_overrides, *extra) as job:
+        assert job.wait() == 2
+    assert "layout.pipeline" in job.output()
+
+
+def test_sigusr1_saves_and_ends(addition: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    data = [f"model.path={addition}/model", f"data.train={addition}/demonstrations.jsonl"]
+    with local_job(run, SFT, *data, "steps=100000") as job:
+        job.wait_for_step(3)
+        job.processes()["rank 1"].send_signal(signal.SIGUSR1)
+        assert job.wait(60) == 0, job.output()[-3000:]
+        done = len(job.metrics())
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step_{done:06d}"]
+    assert "asked to stop" in job.output()
