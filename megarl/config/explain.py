@@ -89,11 +89,15 @@ def _sections(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def _suggest(keys: tuple[Any, ...], parent: type[BaseModel] | None, tree: dict[str, Any]) -> str:
-    """Where that very key belongs, else the nearest one of its section, else all of them."""
+    """What has that very key, or where it belongs, else the nearest one of its section, else all of them."""
     *above, unknown = map(str, keys)
     known = list(parent.model_fields) if parent else []
-    stage = _sections(Recipe).get(str(tree.get("type")))
-    near = [path for path in _paths(stage) if path.endswith(f".{unknown}")] if stage else []
+    stages = {tag: list(_paths(stage)) for tag, stage in _sections(Recipe).items()}
+    mine = str(tree.get("type"))
+    if owners := [tag for tag, paths in stages.items() if ".".join((*above, unknown)) in paths]:
+        owner = f"another type of {'.'.join(above)}" if mine in owners else f"a recipe of type {owners[0]}"
+        return f"; {owner} has it"
+    near = [path for path in stages.get(mine, []) if path.endswith(f".{unknown}")]
     near = near or [".".join((*above, k)) for k in difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)]
     return f"; did you mean {' or '.join(near)}?" if near else f"; known here are {', '.join(known)}"
 

@@ -67,17 +67,18 @@ def _apply(tree: dict[str, Any], override: str) -> tuple[str, ...]:
     keys = tuple(key.split("."))
     if not equals or not all(part.strip() for part in keys):
         raise RecipeError(f"override {override!r:.100}: expected key.path=value, such as batch.prompts=16")
+    section: Any = tree
     for depth, part in enumerate(keys[:-1], start=1):
-        if tree.get(part) is None:  # missing, or a section with nothing in it
-            tree[part] = {}
-        tree = tree[part]
-        if not isinstance(tree, dict):
-            section = ".".join(keys[:depth])
+        if section.get(part) is None:  # missing, or a section with nothing in it
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            name = ".".join(keys[:depth])
             raise RecipeError(
-                f"override {override!r:.100}: {section} is {tree!r:.60} and has no keys; set it as a whole"
+                f"override {override!r:.100}: {name} is {section!r:.60} and has no keys; set it as a whole"
             )
     try:
-        tree[keys[-1]] = read_yaml(text)
+        section[keys[-1]] = read_yaml(text)
     except YamlError as error:
         raise RecipeError(f"override {override!r:.100}: the value is not YAML: {error}; try quotes around it") from None
     return keys

@@ -100,7 +100,7 @@ def _shape(config: dict[str, Any]) -> ModelShape:
         max_positions=_count(config, "max_position_embeddings"),
         norm_epsilon=_number(config, "rms_norm_eps"),
         rope_theta=_rope_theta(config),
-        tied=config.get("tie_word_embeddings") is True,
+        tied=_tied(config),
     )
 
 
@@ -124,9 +124,16 @@ def _refuse_variants(config: dict[str, Any]) -> None:
         raise RecipeError("the weights are quantized (quantization_config), which is not supported; take the original")
 
 
+def _tied(config: dict[str, Any]) -> bool:
+    value = config.get("tie_word_embeddings", False)
+    if not isinstance(value, bool):
+        raise RecipeError(f"tie_word_embeddings is {value!r:.60}; expected true or false")
+    return value
+
+
 def _rope_theta(config: dict[str, Any]) -> float:
     """transformers 5 keeps all rope settings in rope_parameters; older files have rope_theta and rope_scaling."""
-    settings = {}
+    settings: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = config.get(name) or {}
         if not isinstance(value, dict):
@@ -135,7 +142,7 @@ def _rope_theta(config: dict[str, Any]) -> float:
     kind = settings.get("rope_type", settings.get("type", "default"))
     if kind != "default":
         raise RecipeError(f"rope type {kind!r:.60} is not supported; only 'default' is")
-    if {**config, **settings}.get("partial_rotary_factor", 1.0) != 1.0:
+    if {**config, **settings}.get("partial_rotary_factor") not in (None, 1.0):
         raise RecipeError("partial_rotary_factor is not 1, which is not supported")
     if config.get("rope_parameters") or config.get("rope_theta") is not None:
         return _number({"rope_theta": config.get("rope_theta"), **settings}, "rope_theta")

@@ -7,6 +7,7 @@ Used by `load.py` alone.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import yaml
@@ -54,9 +55,15 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # only double quotes keep line breaks and control characters as they are
+    return dumper.represent_scalar(_PREFIX + "str", text, style=None if text.isprintable() else '"')
+
+
+_Dumper.add_representer(str, _write_text)
 # at once, where PyYAML would first make an empty list: so that nothing can contain itself
-_Loader.add_constructor(_PREFIX + "seq", lambda loader, node: loader.construct_sequence(node, deep=True))
-_Loader.add_constructor(_PREFIX + "map", lambda loader, node: loader.construct_mapping(node, deep=True))
+_Loader.add_constructor(_PREFIX + "seq", partial(_Loader.construct_sequence, deep=True))
+_Loader.add_constructor(_PREFIX + "map", partial(_Loader.construct_mapping, deep=True))
 for _kind, _form, _first in _SCALARS:
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_PREFIX + _kind, re.compile(f"^(?:{_form})$"), list(_first))

@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megarl.rewards.rules import build_rule
 from megarl.rewards.worker import REWARD, Setup, message
 
 if TYPE_CHECKING:
@@ -44,12 +43,10 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardWorkers, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        rule = config.rule.model_dump()
-        build_rule(rule)  # an unusable rule is reported here, not by a worker's death
         self.timeouts = 0
         self.crashes = 0
         self._limit_s = config.timeout_s
-        setup = message(Setup(rule, WARM_UP))
+        setup = message(Setup(config.rule.model_dump(), WARM_UP))
         self._workers = [_Worker(command, environment, setup) for _ in range(config.workers)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._open = False

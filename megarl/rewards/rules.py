@@ -19,12 +19,15 @@ MATH_WINDOW_CHARACTERS = 2000
 
 
 def build_rule(options: Mapping[str, Any]) -> Rule:
-    """The rule of a recipe's `reward.rule`, given as plain values. Raises ValueError for an unusable one."""
-    builders = {"exact_match": _build_exact_match, "math_verify": _build_math_verify}
-    kind = options.get("type")
-    if kind not in builders:
-        raise ValueError(f"reward.rule.type: {kind!r} is not known; choose one of {', '.join(builders)}")
-    return builders[kind](options)
+    """The rule that a recipe's `reward.rule`, given as plain values, describes. Raises ValueError for an unknown type."""
+    match options:
+        case {"type": "exact_match", "pattern": pattern}:
+            return functools.partial(exact_match, pattern=pattern)
+        case {"type": "math_verify"}:
+            return math_verify_reward
+    raise ValueError(
+        f"reward.rule: {dict(options)} is not known; its type is exact_match, with a pattern, or math_verify"
+    )
 
 
 def exact_match(response: str, answer: str, pattern: str) -> float:
@@ -47,21 +50,6 @@ def math_verify_reward(response: str, answer: str) -> float:
     expected = library.parse(truth, parsing_timeout=None)
     given = library.parse(_ending(response), parsing_timeout=None)
     return float(library.verify(expected, given, timeout_seconds=None))
-
-
-def _build_exact_match(options: Mapping[str, Any]) -> Rule:
-    pattern = options["pattern"]
-    try:
-        groups = re.compile(pattern).groups
-    except re.error as error:
-        raise ValueError(f"reward.rule.pattern: {pattern!r} is no regular expression: {error}") from None
-    if groups != 1:
-        raise ValueError(f"reward.rule.pattern: {pattern!r} has {groups} groups; the answer needs exactly one")
-    return functools.partial(exact_match, pattern=pattern)
-
-
-def _build_math_verify(options: Mapping[str, Any]) -> Rule:
-    return math_verify_reward
 
 
 @functools.cache

@@ -57,7 +57,8 @@ class Engine:
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "log_level": "warning",
-            "sleep_on_idle": True,  # an idle scheduler would poll, and take a core from the trainer
+            # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
+            "sleep_on_idle": rollout.tensor_parallel == 1,
             **(_CPU_ARGUMENTS if device == "cpu" else {}),
             **rollout.server_args,
         }

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 from megarl.config import (
     ModelShape,
@@ -15,8 +21,19 @@ from megarl.config import (
     read_model_shape,
     train_place,
 )
-from megarl.data import encode_demonstrations, load_tokenizer, read_demonstrations, read_problems
+from megarl.data import (
+    DataError,
+    encode_demonstrations,
+    load_tokenizer,
+    prompt_ids,
+    prompts_ids,
+    read_demonstrations,
+    read_problems,
+)
 from megarl.trainer.run_state import RunDirectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 def preflight(recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, resume: bool) -> ModelShape:
@@ -24,26 +41,114 @@ def preflight(recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, 
 
     Raises RecipeError or DataError with what was given, what was expected and what to do.
     """
-    shape = read_model_shape(recipe.model.path)
-    check_recipe(recipe, shape, world=world, ranks_per_node=ranks_per_node)
-    if not list(Path(recipe.model.path).glob("*.safetensors")):
-        raise RecipeError(f"model.path: {recipe.model.path} has no *.safetensors files")
-    tokenizer = load_tokenizer(recipe.model.path)
-    if len(tokenizer) > shape.vocab:
-        raise RecipeError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens, but config.json's vocab_size is {shape.vocab}"
-        )
-    if isinstance(recipe, SftRecipe):
-        encode_demonstrations(tokenizer, read_demonstrations(recipe.data.train), shape.max_positions)
-    else:
-        read_problems(recipe.data.train)
-        read_problems(recipe.data.test)
-    RunDirectory(recipe.directory).check(resume=resume)
+    try:
+        shape = read_model_shape(recipe.model.path)
+        check_recipe(recipe, shape, world=world, ranks_per_node=ranks_per_node)
+        _check_run_directory(recipe.directory, resume=resume)
+        _check_weights(recipe.model.path)
+        tokenizer = _checked_tokenizer(recipe.model.path, shape)
+        if isinstance(recipe, SftRecipe):
+            _check_demonstrations(recipe, tokenizer, shape)
+        else:
+            _check_problems(recipe, tokenizer, shape)
+    except OSError as error:
+        raise RecipeError(f"{error.filename or recipe.model.path}: {error.strerror or error}") from None
     return shape
 
 
+def _check_weights(path: Path) -> None:
+    """Each weight file is there and whole; only the files' heads are read."""
+    for file in _weight_files(path):
+        if not file.is_file():
+            raise RecipeError(f"model.path: {file} is missing; expected *.safetensors weights beside config.json")
+        file.open("rb").close()  # safe_open calls a file that may not be read missing
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except SafetensorError as error:
+            raise RecipeError(f"model.path: {file} is cut off or damaged ({error}); copy or convert it again") from None
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return [path / "model.safetensors"]
+    try:
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError):
+        files = []
+    if not files:
+        raise RecipeError(
+            f"model.path: {index} is damaged; expected an object with a weight_map from tensor names to files"
+        )
+    return files
+
+
+def _checked_tokenizer(path: Path, shape: ModelShape) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = load_tokenizer(path)
+    except DataError as error:
+        raise DataError(f"model.path: {error}") from error
+    if len(tokenizer) > shape.vocab:
+        raise RecipeError(
+            f"model.path: {path}: the tokenizer has {len(tokenizer)} tokens and config.json's vocab_size is only"
+            f" {shape.vocab}; tokenizer and weights must be of one model"
+        )
+    try:
+        ids = prompt_ids(tokenizer, "a prompt")
+    except Exception as error:  # noqa: BLE001 (a template is a program, and may raise anything)
+        raise RecipeError(f"model.path: {path}: the chat template cannot be applied: {error}") from None
+    if not ids:
+        raise RecipeError(f"model.path: {path}: the chat template makes nothing of a message; correct it")
+    return tokenizer
+
+
+def _check_demonstrations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+    with _naming("data.train", recipe.data.train):
+        encode_demonstrations(tokenizer, read_demonstrations(recipe.data.train), shape.max_positions)
+
+
+def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+    room = shape.max_positions - recipe.rollout.max_new_tokens
+    for name, path, count in [
+        ("data.train", recipe.data.train, None),
+        ("data.test", recipe.data.test, recipe.evaluation.problems),
+    ]:
+        with _naming(name, path):
+            prompts = [row.prompt for row in read_problems(path)[:count]]
+            for line, ids in enumerate(prompts_ids(tokenizer, prompts) if prompts else [], start=1):
+                if len(ids) > room:
+                    raise DataError(
+                        f"line {line}: the prompt has {len(ids)} tokens, but the model's {shape.max_positions}"
+                        f" positions less rollout.max_new_tokens ({recipe.rollout.max_new_tokens}) leave {room};"
+                        " shorten it, remove it or lower rollout.max_new_tokens"
+                    )
+
+
+@contextmanager
+def _naming(key: str, path: Path) -> Iterator[None]:
+    """A complaint about data starts with the recipe's key and the file, once."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{key}: {path}: {str(error).removeprefix(f'{path}: ')}") from error
+
+
+def _check_run_directory(path: Path, *, resume: bool) -> None:
+    there = path
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise RecipeError(f"run_dir: {path} cannot be made, since {there} is no directory; give another run_dir")
+    if not os.access(there, os.W_OK | os.X_OK, effective_ids=True):
+        raise RecipeError(
+            f"run_dir: {path} cannot be written, since {there} is not writable for you; give another run_dir"
+        )
+    RunDirectory(path).check(resume=resume)
+
+
 def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
-    """One line a rank: its coordinates, layers, vocabulary rows and engine."""
+    """One line a rank: its coordinates, layers, vocabulary rows and engine. Ranks, layers and rows count from 0."""
     layout = recipe.layout
     layers, rows = shape.layers // layout.pipeline, shape.padded_vocab(layout.tensor) // layout.tensor
     engine_size = recipe.rollout.tensor_parallel if isinstance(recipe, RlRecipe) else None
@@ -53,10 +158,14 @@ def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: in
         line = (
             f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
             f" data {place.data}/{world // (layout.tensor * layout.pipeline)};"
-            f" layers {first}-{first + layers - 1},"
-            f" vocabulary rows {place.tensor * rows}-{(place.tensor + 1) * rows - 1}"
+            f" {_span('layer', first, layers)}"
         )
+        if place.pipeline in (0, layout.pipeline - 1):  # embedding and output
+            line += f", {_span('vocabulary row', place.tensor * rows, rows)}"
         if engine_size and rank in engine_leaders(world, engine_size):
-            members = f"ranks {rank}-{rank + engine_size - 1}" if engine_size > 1 else "this rank"
-            line += f"; starts engine {rank // engine_size} on {members}"
+            line += f"; starts engine {rank // engine_size} on {_span('rank', rank, engine_size)}"
         yield line + ("; coordinator" if engine_size and rank == 0 else "")
+
+
+def _span(what: str, first: int, count: int) -> str:
+    return f"{what} {first}" if count == 1 else f"{what}s {first}-{first + count - 1}"

@@ -24,6 +24,8 @@ def run_rank(path: Path, overrides: list[str], guard: Guard, *, resume: bool) ->
             run.prepare(recipe)
         except (RecipeError, DataError) as error:
             problem = str(error)
+        except OSError as error:
+            problem = f"run_dir: {run.path} cannot be written ({error.strerror}); give another run_dir"
     if problem := control.broadcast(problem, str, what="check of the recipe"):
         raise RecipeError(problem)
     setup_logging(info.rank, run.logs)

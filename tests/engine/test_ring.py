@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.jobs import local_job
 
@@ -91,13 +92,19 @@ def test_torchrun_minibatches_and_reference_model(rl_overrides: list[str], tmp_p
     assert rows[-1]["kl"] > 0
 
 
-def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], tmp_path: Path) -> None:
+def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], addition: Path, tmp_path: Path) -> None:
+    """Weights from two stages into one engine whose ranks hold a half of each matrix."""
+    model = tmp_path / "model"
+    shutil.copytree(addition / "model", model)
+    config = AutoConfig.from_pretrained(model)
+    config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(model)
     run = tmp_path / "run"
-    extra = ["steps=2", "layout={tensor: 1, pipeline: 2}", "rollout.tensor_parallel=2", "algorithm.kl_coefficient=0.1"]
-    # three layers do not divide into two stages
-    with local_job(run, RL, *rl_overrides, *extra) as job:
-        assert job.wait() == 2
-    assert "layout.pipeline" in job.output()
+    extra = ["steps=2", "layout={tensor: 1, pipeline: 2}", "rollout.tensor_parallel=2", f"model.path={model}"]
+    with local_job(run, RL, *rl_overrides, *extra, "algorithm.kl_coefficient=0.1") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    check_rows(job.metrics(), 2)
 
 
 def test_sigusr1_saves_and_ends(addition: Path, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from megarl.runtime.rank import RankInfo
 
-_ROUND_TRIP_S = 1.0
+_CHUNK_BYTES = 4 << 20  # the store drops the connection of a client that sends it a value of more than 8 MiB
 
 
 def bound_store(address: str, port: int, timeout: timedelta) -> TCPStore:
@@ -38,6 +38,7 @@ class TcpControlPlane(ControlPlane):
 
         self.rank, self.world = info.rank, info.world
         self._deadline_s, self._round = deadline_s, 0
+        self._written: deque[list[str]] = deque()  # keys of this rank's last rounds
         timeout = timedelta(seconds=deadline_s)
         address, port = os.environ.get("MASTER_ADDR", LOOPBACK), int(os.environ.get("MASTER_PORT", 0))
         if info.world > 1 and not port:
@@ -60,27 +61,37 @@ class TcpControlPlane(ControlPlane):
     def _exchange(self, payload: bytes, what: str, read: range) -> list[bytes]:
         """All write; all wait for all, so that a round's keys can be deleted two rounds later."""
         self._round += 1
-        key = f"{self._round}/{{}}".format
-        self._store.set(key(self.rank), payload)  # type: ignore[arg-type]  # bytes pass through as they are
-        self._await([key(rank) for rank in range(self.world)], what)
-        values = [self._store.get(key(rank)) for rank in read]
+        self._written.append(self._write(f"{self._round}/{self.rank}", payload))
+        self._await([f"{self._round}/{rank}" for rank in range(self.world)], what)
+        values = [self._read(f"{self._round}/{rank}") for rank in read]
         if self._round > 2:
-            self._store.delete_key(f"{self._round - 2}/{self.rank}")
+            for key in self._written.popleft():
+                self._store.delete_key(key)
         return values
+
+    def _write(self, key: str, payload: bytes) -> list[str]:
+        """Set `key` to the number of further keys and the first chunk, when those keys are set; returns all keys."""
+        first, *rest = [payload[i : i + _CHUNK_BYTES] for i in range(0, max(len(payload), 1), _CHUNK_BYTES)]
+        keys = [f"{key}/{number}" for number in range(len(rest))]
+        for name, chunk in zip(keys, rest, strict=True):
+            self._store.set(name, chunk)
+        self._store.set(key, len(rest).to_bytes(4) + first)
+        return [*keys, key]
+
+    def _read(self, key: str) -> bytes:
+        head = self._store.get(key)
+        rest = (self._store.get(f"{key}/{number}") for number in range(int.from_bytes(head[:4])))
+        return b"".join([head[4:], *rest])
 
     def _await(self, keys: list[str], what: str) -> None:
         from torch.distributed import DistStoreError
 
-        end = time.monotonic() + self._deadline_s
-        while True:
-            # in slices, since a wait inside the store can be interrupted by nothing
-            limit = min(_ROUND_TRIP_S, max(end - time.monotonic(), 0.01))
-            try:
-                return self._store.wait(keys, timedelta(seconds=limit))
-            except DistStoreError:
-                if time.monotonic() >= end:
-                    missing = [int(key.split("/")[-1]) for key in keys if not self._store.check([key])]
-                    raise TimeoutError(f"{what}: waited {self._deadline_s:.0f} s for ranks {missing}") from None
+        # one wait, since torch prints a warning whenever one times out; the guard's thread attends to signals meanwhile
+        try:
+            self._store.wait(keys, timedelta(seconds=self._deadline_s))
+        except DistStoreError:
+            missing = [int(key.split("/")[-1]) for key in keys if not self._store.check([key])]
+            raise TimeoutError(f"{what}: waited {self._deadline_s:.0f} s for ranks {missing}") from None
 
     def close(self) -> None:
         self.barrier("end of the job")
