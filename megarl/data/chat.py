@@ -71,6 +71,8 @@ def responses_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[
 
 
 def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+    if not texts:  # the tokenizer would raise an IndexError
+        return []
     # the template already holds every special token, so the tokenizer must add none
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
     return encoded.input_ids

@@ -11,7 +11,7 @@ from typing import Any
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 from megatron.core import dist_checkpointing, parallel_state
 
-from megarl.runtime import die_with_parent
+from megarl.runtime import die_with_parent, without_usr1
 
 # Every other way to shard the optimizer is tied to one layout, or fails for this optimizer.
 _SHARDING = {
@@ -49,7 +49,8 @@ def _start_results_queue() -> None:
     """
     if filesystem_async._results_queue is None:
         manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
-        manager.start(initializer=die_with_parent, initargs=(os.getpid(),))
+        with without_usr1():
+            manager.start(initializer=die_with_parent, initargs=(os.getpid(),))
         filesystem_async._results_queue = manager.Queue()
         _managers.append(manager)
 

@@ -143,6 +143,8 @@ class ModelEngine:
         rate = learning_rate(self._optimizer_recipe, self.update_count, self._updates)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
+            # wd_mult is 0 for norms and biases; Megatron leaves it to its own scheduler to apply it
+            group["weight_decay"] = self._optimizer_recipe.weight_decay * group["wd_mult"]
         _, grad_norm, _ = self._optimizer.step()
         if not math.isfinite(grad_norm):
             raise FloatingPointError(f"the gradient norm of update {self.update_count + 1} is {grad_norm}")

@@ -19,7 +19,7 @@ MATH_WINDOW_CHARACTERS = 2000
 
 
 def build_rule(options: Mapping[str, Any]) -> Rule:
-    """The rule that a recipe's `reward.rule`, given as plain values, describes. Raises ValueError for an unknown type."""
+    """The rule of a recipe's `reward.rule`, given as plain values. Raises ValueError for one that is not known."""
     match options:
         case {"type": "exact_match", "pattern": pattern}:
             return functools.partial(exact_match, pattern=pattern)

@@ -4,7 +4,7 @@ Alone reads the environment and makes process groups and child processes; other 
 torch and MPI only inside the functions that need them, since children and login nodes import this door too.
 """
 
-from megarl.runtime.children import Child, child_command, child_environment, start_child
+from megarl.runtime.children import Child, child_command, child_environment, start_child, without_usr1
 from megarl.runtime.control import ControlPlane, connect
 from megarl.runtime.device import choose_device, init_process_group
 from megarl.runtime.guard import FAILURE_FILE, Guard
@@ -31,4 +31,5 @@ __all__ = [
     "rank_info",
     "setup_logging",
     "start_child",
+    "without_usr1",
 ]

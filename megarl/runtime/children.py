@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,16 @@ class Child:
         return f"{self.name} (pid {self.process.pid}) {how}; last lines of {self.log}:{tail or ' (empty)'}"
 
 
+@contextlib.contextmanager
+def without_usr1() -> Iterator[None]:
+    """Processes started inside do not receive SIGUSR1, which Slurm may send to all processes of a step."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def start_child(
     target: str,
     config: Mapping[str, Any],
@@ -68,7 +78,7 @@ def start_child(
 ) -> Child:
     """Start `target` with `config` as a JSON line on its stdin, so secrets are on no command line; output to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
+    with log.open("ab") as output, without_usr1():
         process = subprocess.Popen(
             child_command(target),
             stdin=subprocess.PIPE,

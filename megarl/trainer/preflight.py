@@ -116,7 +116,7 @@ def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape:
     ]:
         with _naming(name, path):
             prompts = [row.prompt for row in read_problems(path)[:count]]
-            for line, ids in enumerate(prompts_ids(tokenizer, prompts) if prompts else [], start=1):
+            for line, ids in enumerate(prompts_ids(tokenizer, prompts), start=1):
                 if len(ids) > room:
                     raise DataError(
                         f"line {line}: the prompt has {len(ids)} tokens, but the model's {shape.max_positions}"

@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.config import RecipeError
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
 
@@ -19,7 +21,7 @@ class HfReader:
     """Tensors of a Hugging Face directory by name, read from disk one at a time."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises ValueError: no weights there, or a file that is damaged."""
+        """Raises RecipeError: no weights there, or a file that is damaged."""
         self._directory = directory
         try:
             if (directory / INDEX).exists():
@@ -28,22 +30,22 @@ class HfReader:
                 with safe_open(directory / SINGLE, "pt") as file:
                     self._file_of = dict.fromkeys(file.keys(), SINGLE)
         except FileNotFoundError:
-            raise ValueError(f"{directory}: no weights; expected {SINGLE} or {INDEX}") from None
+            raise RecipeError(f"{directory}: no weights; expected {SINGLE} or {INDEX}") from None
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{directory}: cannot read the weights: {error}") from error
+            raise RecipeError(f"{directory}: cannot read the weights: {error}") from error
 
     def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
-        """Raises ValueError: no such tensor, or its shape is not `expected` (what config.json says)."""
+        """Raises RecipeError: no such tensor, or its shape is not `expected` (what config.json says)."""
         if name not in self._file_of:
-            raise ValueError(f"{self._directory}: tensor {name} is missing; does config.json describe these weights?")
+            raise RecipeError(f"{self._directory}: tensor {name} is missing; does config.json describe these weights?")
         path = self._directory / self._file_of[name]
         try:
             with safe_open(path, "pt") as file:
                 tensor = file.get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: cannot read tensor {name}: {error}") from error
+            raise RecipeError(f"{path}: cannot read tensor {name}: {error}") from error
         if tuple(tensor.shape) != expected:
-            raise ValueError(f"{path}: {name} has shape {tuple(tensor.shape)}, but config.json says {expected}")
+            raise RecipeError(f"{path}: {name} has shape {tuple(tensor.shape)}, but config.json says {expected}")
         return tensor
 
 

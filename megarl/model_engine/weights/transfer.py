@@ -30,7 +30,7 @@ class ModelWeights:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Fill this rank's shards from a Hugging Face directory. Raises ValueError naming the tensor at fault."""
+        """Fill this rank's shards from a Hugging Face directory. Raises RecipeError naming the tensor at fault."""
         reader = HfReader(directory)
         todo = dict(self._local)
         for parameter in self.parameters:

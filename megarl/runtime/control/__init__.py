@@ -13,7 +13,7 @@ def connect(info: RankInfo, deadline_s: float) -> ControlPlane:
     if info.control == "mpi":
         from megarl.runtime.control.mpi import MpiControlPlane
 
-        return MpiControlPlane(deadline_s)
+        return MpiControlPlane(info, deadline_s)
     from megarl.runtime.control.tcp import TcpControlPlane
 
     return TcpControlPlane(info, deadline_s)

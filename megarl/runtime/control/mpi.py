@@ -14,6 +14,8 @@ from megarl.runtime.network import node_address
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+    from megarl.runtime.rank import RankInfo
+
 _POLL_S = 0.001
 _ROLL_CALL_S = 2.0
 _ROLL_CALL_TAG = 77
@@ -26,7 +28,8 @@ class MpiControlPlane(ControlPlane):
     barrier that is polled, and the collective itself starts when all have arrived.
     """
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, info: RankInfo, deadline_s: float) -> None:
+        """Raises ValueError: MPI sees another number of ranks than the launcher says."""
         # imported here because importing it is MPI_Init, which only a rank may do
         from mpi4py import MPI
 
@@ -35,6 +38,11 @@ class MpiControlPlane(ControlPlane):
         self._mpi, self._comm = MPI, MPI.COMM_WORLD
         self._deadline_s = deadline_s
         self.rank, self.world = self._comm.rank, self._comm.size
+        if self.world != info.world:
+            raise ValueError(
+                f"the launcher started {info.world} ranks, but MPI sees {self.world}: under Slurm start them with"
+                " --mpi=pmix, or set MEGARL_CONTROL=tcp"
+            )
 
     def _broadcast(self, payload: bytes, what: str) -> bytes:
         self._wait(what)

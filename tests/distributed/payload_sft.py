@@ -1,0 +1,211 @@
+"""One rank of a small training run with the real ModelEngine; rank 0 writes what all have seen.
+
+python payload_sft.py PLAN, where PLAN is a file with a `Plan`; started by test_layouts.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import faulthandler
+import hashlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megarl.config import CosineSchedule, Layout, Model, Optimizer, read_model_shape
+from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
+from megarl.model_engine.logprobs import token_logprobs
+from megarl.model_engine.weights.files import HfReader
+from megarl.model_engine.weights.transfer import _whole_model_name
+from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from tests.distributed import hf_loop
+from tests.distributed.sft_plan import TINY_BYTES, Plan, Report, Seen
+
+CPU = torch.device("cpu")
+STUCK_S = 240
+
+
+def main() -> None:
+    faulthandler.dump_traceback_later(STUCK_S)
+    plan = Plan.read(Path(sys.argv[1]))
+    control = connect(rank_info(), 240)
+    init_process_group(control, CPU, one_node=True, deadline_s=240)
+    families = {family: run_family(plan, family, control) for family in plan.models}
+    report = Report(families, control.allgather(os.getpid(), int, what="pids"), vocabulary_error(control))
+    if control.rank == 0:
+        report.write(plan.out / "report.json")
+    if plan.linger:
+        linger(plan)
+    dist.destroy_process_group()
+    control.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def run_family(plan: Plan, family: str, control: ControlPlane) -> Seen:
+    batches, out = sequences(plan, family), plan.out / family
+    frozen = engine(plan, family, temperature=plan.temperature, frozen=True)
+    model = engine(plan, family)
+    wrong, tensors, largest = compare_with_files(model, plan.models[family])
+    seen = Seen(
+        logprobs=model.logprobs(batches[0]).tolist(),
+        tempered=frozen.logprobs(batches[0]).tolist(),
+        losses=[],
+        grad_norms=[],
+        rates=[],
+        wrong_tensors=wrong,
+        tensors=tensors,
+        largest_shared_bucket=largest,
+    )
+    for number, batch in enumerate(batches):
+        loss, grad_norm, rate = update(model, batch, control)
+        seen.losses.append(loss)
+        seen.grad_norms.append(grad_norm)
+        seen.rates.append(rate)
+        if number == 0:
+            write_gradients(model, out)
+        if plan.save and number + 1 == plan.checkpoint_after:
+            checkpoint = out / "checkpoint"
+            checkpoint.mkdir(exist_ok=True)
+            control.barrier("checkpoint directory")
+            model.save(checkpoint)
+    seen.digests = digests(model, control)
+    model.export_hf(out / "hf")
+    if plan.load is not None:
+        resumed = engine(plan, family)
+        resumed.load(plan.load / family / "checkpoint", plan.checkpoint_after)
+        for batch in batches[plan.checkpoint_after :]:
+            loss, grad_norm, _ = update(resumed, batch, control)
+            seen.resumed_losses.append(loss)
+            seen.resumed_grad_norms.append(grad_norm)
+    return seen
+
+
+def sequences(plan: Plan, family: str) -> list[list[TokenSequence]]:
+    return [[TokenSequence(ids, prompt_length) for ids, prompt_length in batch] for batch in plan.batches[family]]
+
+
+def engine(plan: Plan, family: str, *, temperature: float = 1.0, frozen: bool = False) -> ModelEngine:
+    path = plan.models[family]
+    recipe = Optimizer(
+        learning_rate=hf_loop.LEARNING_RATE,
+        warmup_steps=hf_loop.WARMUP,
+        schedule=CosineSchedule(final_ratio=hf_loop.FINAL_RATIO),
+        betas=hf_loop.BETAS,
+        epsilon=hf_loop.EPSILON,
+        weight_decay=hf_loop.WEIGHT_DECAY,
+        clip=hf_loop.CLIP,
+    )
+    return ModelEngine(
+        Model(path=path),
+        read_model_shape(path),
+        Layout(tensor=plan.tensor, pipeline=plan.pipeline),
+        device=CPU,
+        seed=0,
+        micro_sequences=plan.micro_sequences,
+        temperature=temperature,
+        optimizer=None if frozen else recipe,
+        updates=len(plan.batches[family]),
+    )
+
+
+def update(model: ModelEngine, batch: list[TokenSequence], control: ControlPlane) -> tuple[float, float, float]:
+    """Loss of the global batch, gradient norm and learning rate."""
+
+    def loss(part: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        total = -(logprobs * part.mask).sum()
+        return total, {"loss": total.detach()}, {}
+
+    tokens = sum(sequence.response_length for sequence in batch)
+    done = model.update(batch, loss, normalizer=tokens)
+    total = Metrics.merge(control.allgather(done.metrics, Metrics, what="metrics"))
+    return total.sums["loss"] / tokens, done.grad_norm, done.learning_rate
+
+
+def compare_with_files(model: ModelEngine, path: Path) -> tuple[list[str], int, int]:
+    """Tensors that come back from the shards other than they are in the files, all tensors, and the largest bucket.
+
+    A bucket of a single parameter may be as large as that.
+    """
+    reader, wrong, names, largest = HfReader(path), [], [], 0
+    for bucket in model.weights.hf_buckets(TINY_BYTES):
+        named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
+        names += [name for name, _ in named]
+        wrong += [name for name, tensor in named if not torch.equal(reader.tensor(name, tuple(tensor.shape)), tensor)]
+        if len(bucket) > 1:
+            largest = max(largest, sum(tensor.nbytes for _, tensor in named))
+    assert len(set(names)) == len(names)
+    return wrong, len(names), largest
+
+
+def write_gradients(model: ModelEngine, out: Path) -> None:
+    """The gradients of the last update as the tensors of a Hugging Face model: they lie as their weights do."""
+    network: Any = model._model.module
+    gradients = copy.copy(model.weights)
+    gradients._local = {_whole_model_name(name, network): p.main_grad for name, p in network.named_parameters()}
+    buckets = list(gradients.hf_buckets(1 << 30))
+    if dist.get_rank() == 0:
+        tensors = {name: t.clone() for b in buckets for p, parts in b for name, t in zip(p.hf, parts, strict=True)}
+        out.mkdir(exist_ok=True)
+        save_file(tensors, out / "gradients.safetensors")
+    dist.barrier()
+
+
+def digests(model: ModelEngine, control: ControlPlane) -> list[tuple[str, str]]:
+    """Of every rank's own weights: what they are and their bytes' hash. Equal names must have equal hashes."""
+    tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+    mine = []
+    for name, tensor in model.weights._local.items():
+        if name == "output_layer.weight" and model._shape.tied:
+            name = "embedding.word_embeddings.weight"  # the last stage's copy
+        whose = f"{name}, tensor rank {tensor_rank}"
+        mine.append((whose, hashlib.sha256(tensor.numpy().tobytes()).hexdigest()))
+    everyone = control.allgather(mine, list[tuple[str, str]], what="digests")
+    return [pair for rank in everyone for pair in rank]
+
+
+def vocabulary_error(control: ControlPlane) -> float:
+    """Largest error of log-probabilities, entropies and gradients when every rank has a part of 5 tokens.
+
+    With four ranks and rows of two tokens each, the last rank has padding alone.
+    """
+    vocab, rank, world = 5, control.rank, control.world
+    shard = -(-vocab // world)
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(2, 6, shard * world, generator=generator)
+    targets = torch.randint(vocab, (2, 6), generator=generator)
+    exact = logits[..., :vocab].double().requires_grad_()
+    log_softmax = torch.log_softmax(exact, -1)
+    expected = log_softmax.gather(-1, targets[..., None])[..., 0]
+    expected.square().sum().backward()
+    whole_gradient = torch.nn.functional.pad(exact.grad, (0, shard * world - vocab))
+    mine = logits[..., rank * shard : (rank + 1) * shard].clone().requires_grad_()
+    group: Any = dist.group.WORLD
+    logprobs, entropies = token_logprobs(mine, targets, vocab=vocab, temperature=1.0, group=group)
+    logprobs.square().sum().backward()
+    differences = [
+        logprobs - expected,
+        entropies + (log_softmax.exp() * log_softmax).sum(-1),
+        mine.grad - whole_gradient[..., rank * shard : (rank + 1) * shard],
+    ]
+    largest = torch.stack([difference.detach().abs().max().nan_to_num(1e9) for difference in differences]).max()
+    return max(control.allgather(float(largest), float, what="vocabulary errors"))
+
+
+def linger(plan: Plan) -> None:
+    """Go on training until the end comes from outside."""
+    family = next(iter(plan.models))
+    model, batches = engine(plan, family), sequences(plan, family)
+    while True:
+        model.update(batches[0], lambda _, logprobs, __: (logprobs.sum() * 0, {}, {}), normalizer=1)
+
+
+if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
+    main()

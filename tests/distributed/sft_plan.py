@@ -1,0 +1,70 @@
+"""What payload_sft.py is told to do and what it reports; apart from it, so that a test need not import Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from tests.distributed import hf_loop
+
+TINY_BYTES = 30_000  # less than an embedding, more than the smaller matrices of a layer
+
+
+class _File(msgspec.Struct):
+    """A struct that is kept as JSON; the file appears whole."""
+
+    def write(self, file: Path) -> None:
+        aside = file.with_suffix(".partial")
+        aside.write_bytes(msgspec.json.encode(self, enc_hook=str))
+        aside.rename(file)
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=_path)
+
+
+def _path(kind: type, value: Any) -> Any:
+    return kind(value)
+
+
+class Plan(_File):
+    """`models` and `batches` by family. Checkpoints are written after `checkpoint_after` updates, if `save`.
+
+    `load` is the directory of another run whose checkpoints are to be continued.
+    """
+
+    models: dict[str, Path]
+    batches: dict[str, list[list[hf_loop.Row]]]
+    micro_sequences: int
+    temperature: float
+    tensor: int
+    pipeline: int
+    out: Path
+    checkpoint_after: int
+    save: bool
+    load: Path | None
+    linger: bool
+
+
+class Seen(msgspec.Struct):
+    """What a run of one family saw; the same on all ranks unless it says otherwise."""
+
+    logprobs: list[float]
+    tempered: list[float]
+    losses: list[float]
+    grad_norms: list[float]
+    rates: list[float]
+    wrong_tensors: list[str]
+    tensors: int
+    largest_shared_bucket: int
+    digests: list[tuple[str, str]] = []
+    resumed_losses: list[float] = []
+    resumed_grad_norms: list[float] = []
+
+
+class Report(_File):
+    families: dict[str, Seen]
+    pids: list[int]
+    vocabulary_error: float
