@@ -13,6 +13,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -84,7 +90,7 @@ def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab(layout.tensor),
@@ -96,6 +102,21 @@ def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
     )
+    _mark_shards(model)
+    return model
+
+
+def _mark_shards(model: GPTModel) -> None:
+    """Mark the weights of which each tensor-parallel rank has its own part, so that the gradient norm counts all parts.
+
+    Megatron does this while it initialises them, which is not done here.
+    """
+    split = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+    for module in model.modules():
+        # an output layer that is tied to an embedding on the same stage has no weight of its own
+        if isinstance(module, split) and module.weight is not None:
+            dim = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def add_gradients(model: GPTModel) -> DistributedDataParallel:

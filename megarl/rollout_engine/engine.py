@@ -16,8 +16,6 @@ from megarl.runtime import Child, Guard, free_port, start_child
 
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 5.0
-_FLUSH_ATTEMPTS = 50
-_FLUSH_PAUSE_S = 0.1
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
@@ -78,6 +76,7 @@ class Engine:
             seconds = time.monotonic() - self._started
             if self._healthy():
                 guard.watch(self.child)
+                self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
                 return seconds
             if seconds > self._timeout_s:
                 raise EngineError(
@@ -87,25 +86,20 @@ class Engine:
             time.sleep(_POLL_S)
 
     def begin_update(self) -> None:
-        """Before the first bucket of new weights."""
+        """Before the first bucket of new weights; no request may be running."""
         self._post("/begin_weight_update", {})
 
     def load_bucket(self, payloads: list[str], version: int) -> None:
-        """Load one bucket: for each of the engine's ranks the base64 of a serialised list of (name, tensor)."""
-        body = {"serialized_named_tensors": payloads, "weight_version": str(version), "flush_cache": False}
+        """Load one bucket: for each of the engine's ranks the base64 of a serialised list of (name, tensor).
+
+        The cached keys and values of the old weights are dropped.
+        """
+        body = {"serialized_named_tensors": payloads, "weight_version": str(version), "flush_cache": True}
         self._post("/update_weights_from_tensor", body)
 
     def end_update(self) -> None:
-        """After the last bucket: the cached keys and values of the old weights are dropped."""
+        """After the last bucket."""
         self._post("/end_weight_update", {})
-        # refused while the scheduler has not yet noticed that it is idle
-        for _ in range(_FLUSH_ATTEMPTS):
-            try:
-                self._post("/flush_cache", {})
-                return
-            except EngineError:
-                time.sleep(_FLUSH_PAUSE_S)
-        self._post("/flush_cache", {})
 
     def checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: parameter name to the hash of the rank's shard."""

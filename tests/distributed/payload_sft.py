@@ -11,7 +11,7 @@ import hashlib
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,12 @@ def main() -> None:
     control = connect(rank_info(), 240)
     init_process_group(control, CPU, one_node=True, deadline_s=240)
     families = {family: run_family(plan, family, control) for family in plan.models}
-    report = Report(families, control.allgather(os.getpid(), int, what="pids"), vocabulary_error(control))
+    report = Report(
+        families=families,
+        bfloat16_losses={family: run_in_bfloat16(plan, family, control) for family in plan.models},
+        pids=control.allgather(os.getpid(), int, what="pids"),
+        vocabulary_error=vocabulary_error(control),
+    )
     if control.rank == 0:
         report.write(plan.out / "report.json")
     if plan.linger:
@@ -88,11 +93,23 @@ def run_family(plan: Plan, family: str, control: ControlPlane) -> Seen:
     return seen
 
 
+def run_in_bfloat16(plan: Plan, family: str, control: ControlPlane) -> list[float]:
+    model = engine(plan, family, dtype="bfloat16")
+    return [update(model, batch, control)[0] for batch in sequences(plan, family)]
+
+
 def sequences(plan: Plan, family: str) -> list[list[TokenSequence]]:
     return [[TokenSequence(ids, prompt_length) for ids, prompt_length in batch] for batch in plan.batches[family]]
 
 
-def engine(plan: Plan, family: str, *, temperature: float = 1.0, frozen: bool = False) -> ModelEngine:
+def engine(
+    plan: Plan,
+    family: str,
+    *,
+    temperature: float = 1.0,
+    frozen: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+) -> ModelEngine:
     path = plan.models[family]
     recipe = Optimizer(
         learning_rate=hf_loop.LEARNING_RATE,
@@ -104,7 +121,7 @@ def engine(plan: Plan, family: str, *, temperature: float = 1.0, frozen: bool = 
         clip=hf_loop.CLIP,
     )
     return ModelEngine(
-        Model(path=path),
+        Model(path=path, dtype=dtype),
         read_model_shape(path),
         Layout(tensor=plan.tensor, pipeline=plan.pipeline),
         device=CPU,

@@ -66,5 +66,6 @@ class Seen(msgspec.Struct):
 
 class Report(_File):
     families: dict[str, Seen]
+    bfloat16_losses: dict[str, list[float]]
     pids: list[int]
     vocabulary_error: float

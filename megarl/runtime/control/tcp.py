@@ -74,8 +74,8 @@ class TcpControlPlane(ControlPlane):
         first, *rest = [payload[i : i + _CHUNK_BYTES] for i in range(0, max(len(payload), 1), _CHUNK_BYTES)]
         keys = [f"{key}/{number}" for number in range(len(rest))]
         for name, chunk in zip(keys, rest, strict=True):
-            self._store.set(name, chunk)
-        self._store.set(key, len(rest).to_bytes(4) + first)
+            self._store.set(name, chunk)  # type: ignore[arg-type]  # torch's stub knows only text
+        self._store.set(key, len(rest).to_bytes(4) + first)  # type: ignore[arg-type]
         return [*keys, key]
 
     def _read(self, key: str) -> bytes:
