@@ -5,9 +5,10 @@ DataError that names file and line, found before a GPU is used. Imports no torch
 """
 
 from megarl.data import carry_addition, sums
-from megarl.data.chat import load_tokenizer, prompt_ids, prompts_ids, response_ids
+from megarl.data.chat import load_tokenizer, prompt_ids, response_ids
 from megarl.data.errors import DataError
 from megarl.data.jsonl import Demonstration, Problem, read_demonstrations, read_problems
+from megarl.data.prompts import PromptSet
 from megarl.data.sequence import Sequence, encode_demonstrations
 from megarl.data.writing import already_prepared, whole_directory, write_rows
 
@@ -15,13 +16,13 @@ __all__ = [
     "DataError",
     "Demonstration",
     "Problem",
+    "PromptSet",
     "Sequence",
     "already_prepared",
     "carry_addition",
     "encode_demonstrations",
     "load_tokenizer",
     "prompt_ids",
-    "prompts_ids",
     "read_demonstrations",
     "read_problems",
     "response_ids",

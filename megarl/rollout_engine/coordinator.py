@@ -9,17 +9,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from megarl.config import RlRecipe
-from megarl.data import DataError, load_tokenizer, prompts_ids, read_problems
+from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.client import EngineClient
 from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 _SAMPLES_SHOWN = 16
 
@@ -29,30 +26,6 @@ class Queue(Protocol):
 
     async def put(self, group: Group) -> None: ...
     async def take(self, step: int) -> list[Group]: ...
-
-
-class Problems:
-    """A file of problems as prompts, again from the top when they end."""
-
-    def __init__(
-        self, path: Any, tokenizer: PreTrainedTokenizerFast, *, max_prompt_tokens: int, count: int | None = None
-    ) -> None:
-        """Raises DataError: a bad row, or a prompt of more than `max_prompt_tokens` tokens."""
-        self._rows = read_problems(path)[:count]
-        self._ids = prompts_ids(tokenizer, [row.prompt for row in self._rows])
-        for line, ids in enumerate(self._ids, start=1):
-            if len(ids) > max_prompt_tokens:
-                raise DataError(
-                    f"{path}: line {line}: the prompt has {len(ids)} tokens; the model's positions less"
-                    f" rollout.max_new_tokens leave {max_prompt_tokens}"
-                )
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Prompt:
-        row = self._rows[index % len(self._rows)]
-        return Prompt(index, row.prompt, self._ids[index % len(self._rows)], row.answer)
 
 
 class Coordinator:
@@ -69,10 +42,9 @@ class Coordinator:
     ) -> None:
         self._recipe, self._rewards, self._queue = recipe, rewards, queue
         self._tokenizer = load_tokenizer(recipe.model.path)
-        room = max_positions - recipe.rollout.max_new_tokens
-        self._train = Problems(recipe.data.train, self._tokenizer, max_prompt_tokens=room)
-        held_out = recipe.evaluation.problems
-        self._test = Problems(recipe.data.test, self._tokenizer, max_prompt_tokens=room, count=held_out)
+        room = {"max_positions": max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
+        self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
+        self._test = PromptSet(recipe.data.test, self._tokenizer, count=recipe.evaluation.problems, **room)
         self._next_engine = itertools.cycle(engines).__next__
         self._generation: asyncio.Task[float] | None = None
 

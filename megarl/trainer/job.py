@@ -55,12 +55,16 @@ def join(
 
 
 def build_engine(
-    job: Job, recipe: SftRecipe | RlRecipe, *, updates: int, temperature: float = 1.0, frozen: bool = False
+    job: Job, recipe: SftRecipe | RlRecipe, *, updates_per_step: int = 1, temperature: float = 1.0, frozen: bool = False
 ) -> ModelEngine:
-    """The model engine of the recipe's policy."""
+    """The model engine of the recipe's policy, or a frozen copy of the initial one.
+
+    A recipe counts its warm-up in steps, the engine in updates.
+    """
     # megarl.model_engine takes seconds to import; the engines start meanwhile
     from megarl.model_engine import ModelEngine
 
+    warmup = recipe.optimizer.warmup_steps * updates_per_step
     return ModelEngine(
         recipe.model,
         job.shape,
@@ -69,8 +73,8 @@ def build_engine(
         seed=recipe.seed,
         micro_sequences=recipe.batch.micro_sequences,
         temperature=temperature,
-        optimizer=None if frozen else recipe.optimizer,
-        updates=updates,
+        optimizer=None if frozen else recipe.optimizer.model_copy(update={"warmup_steps": warmup}),
+        updates=recipe.steps * updates_per_step,
     )
 
 

@@ -23,12 +23,11 @@ from megarl.config import (
 )
 from megarl.data import (
     DataError,
+    PromptSet,
     encode_demonstrations,
     load_tokenizer,
     prompt_ids,
-    prompts_ids,
     read_demonstrations,
-    read_problems,
 )
 from megarl.trainer.run_state import RunDirectory
 
@@ -109,20 +108,11 @@ def _check_demonstrations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerFast,
 
 
 def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
-    room = shape.max_positions - recipe.rollout.max_new_tokens
-    for name, path, count in [
-        ("data.train", recipe.data.train, None),
-        ("data.test", recipe.data.test, recipe.evaluation.problems),
-    ]:
-        with _naming(name, path):
-            prompts = [row.prompt for row in read_problems(path)[:count]]
-            for line, ids in enumerate(prompts_ids(tokenizer, prompts), start=1):
-                if len(ids) > room:
-                    raise DataError(
-                        f"line {line}: the prompt has {len(ids)} tokens, but the model's {shape.max_positions}"
-                        f" positions less rollout.max_new_tokens ({recipe.rollout.max_new_tokens}) leave {room};"
-                        " shorten it, remove it or lower rollout.max_new_tokens"
-                    )
+    room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
+    with _naming("data.train", recipe.data.train):
+        PromptSet(recipe.data.train, tokenizer, **room)
+    with _naming("data.test", recipe.data.test):
+        PromptSet(recipe.data.test, tokenizer, count=recipe.evaluation.problems, **room)
 
 
 @contextmanager

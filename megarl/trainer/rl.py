@@ -96,10 +96,10 @@ def _start_the_rest(
             log=job.run.logs / "coordinator.log",
         )
     temperature = recipe.rollout.temperature
-    model = build_engine(job, recipe, updates=recipe.steps * recipe.algorithm.minibatches, temperature=temperature)
+    model = build_engine(job, recipe, updates_per_step=recipe.algorithm.minibatches, temperature=temperature)
     reference = None
     if recipe.algorithm.kl_coefficient:
-        reference = build_engine(job, recipe, updates=0, temperature=temperature, frozen=True)
+        reference = build_engine(job, recipe, temperature=temperature, frozen=True)
     start = resume_step(job, model)
     waited = [engine.wait_healthy(job.guard)] if engine else []
     started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]

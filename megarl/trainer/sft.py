@@ -21,7 +21,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
     tokenizer = load_tokenizer(recipe.model.path)
     demonstrations = read_demonstrations(recipe.data.train)
     encoded = encode_demonstrations(tokenizer, demonstrations, job.shape.max_positions)
-    model = build_engine(job, recipe, updates=recipe.steps)
+    model = build_engine(job, recipe)
     start = resume_step(job, model)
     metrics = open_metrics(job, start)
 

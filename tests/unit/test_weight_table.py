@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.config import ModelShape, read_model_shape
 from megarl.model_engine.weights import model_parameters
+from megarl.model_engine.weights.layouts import GateUp, QueryKeyValue
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 FAMILIES = pytest.mark.parametrize("family", ARCHITECTURES)
@@ -73,3 +74,13 @@ def test_the_layouts_fit_the_shapes(family: str, tmp_path: Path) -> None:
         shards = [parameter.layout.shard(whole, rank, 2) for rank in range(2)]
         back = parameter.layout.to_hf(parameter.layout.unshard(shards))
         assert tuple(tuple(part.shape) for part in back) == parameter.hf_shapes
+
+
+@FAMILIES
+def test_fused_parameters_list_their_parts_in_the_layouts_order(family: str, tmp_path: Path) -> None:
+    """Keys and values, and gates and ups, have the same shapes: only the order tells them apart."""
+    shape, _ = shape_and_tensors(family, False, tmp_path)
+    orders = {
+        type(p.layout): [name.split(".")[-2] for name in p.hf] for p in model_parameters(shape, 1) if len(p.hf) > 1
+    }
+    assert orders == {QueryKeyValue: ["q_proj", "k_proj", "v_proj"], GateUp: ["gate_proj", "up_proj"]}

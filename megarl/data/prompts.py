@@ -1,0 +1,46 @@
+"""Problems as prompts with token ids: what the coordinator asks the engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.data.chat import prompts_ids
+from megarl.data.errors import DataError
+from megarl.data.jsonl import read_problems
+from megarl.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+class PromptSet:
+    """A file of problems, or its first `count`; prompt i of a run is row i, and again from the top when they end."""
+
+    def __init__(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        max_positions: int,
+        max_new_tokens: int,
+        count: int | None = None,
+    ) -> None:
+        """Raises DataError: a bad row, or a prompt that leaves no room for a response of `max_new_tokens`."""
+        self._rows = read_problems(path)[:count]
+        self._ids = prompts_ids(tokenizer, [row.prompt for row in self._rows])
+        room = max_positions - max_new_tokens
+        for line, ids in enumerate(self._ids, start=1):
+            if len(ids) > room:
+                raise DataError(
+                    f"{path}: line {line}: the prompt has {len(ids)} tokens, but the model's {max_positions} positions"
+                    f" less rollout.max_new_tokens ({max_new_tokens}) leave {room}; shorten it, remove it or lower"
+                    " rollout.max_new_tokens"
+                )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Prompt:
+        row = index % len(self._rows)
+        return Prompt(index, self._rows[row].prompt, self._ids[row], self._rows[row].answer)
