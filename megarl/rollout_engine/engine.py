@@ -37,9 +37,19 @@ class Engine:
     """An engine that this rank started. Its weights are changed only through this object."""
 
     def __init__(
-        self, model: Model, rollout: Rollout, *, index: int, host: str, key: str, device: str, seed: int, log: Path
+        self,
+        model: Model,
+        rollout: Rollout,
+        *,
+        index: int,
+        host: str,
+        key: str,
+        device: str,
+        seed: int,
+        log: Path,
+        guard: Guard,
     ) -> None:
-        """Start the server; it becomes healthy while the caller does other things (`wait_healthy`)."""
+        """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
         self.address = EngineAddress(host, free_port(host))
         self._key, self._timeout_s = key, rollout.start_timeout_s
         self._started = time.monotonic()
@@ -64,18 +74,16 @@ class Engine:
         self.child: Child = start_child(
             "megarl.rollout_engine.server:main", arguments, name=f"engine {index}", log=log, env=env
         )
+        guard.watch(self.child)
 
-    def wait_healthy(self, guard: Guard) -> float:
-        """Wait until the engine answers; then it is watched. Returns the seconds since its start.
+    def wait_healthy(self) -> float:
+        """Wait until the engine answers. Returns the seconds since its start.
 
-        Raises EngineError: it ended, or took longer than `rollout.start_timeout_s`.
+        Raises EngineError: it took longer than `rollout.start_timeout_s`.
         """
         while True:
-            if self.child.process.poll() is not None:
-                raise EngineError(f"while starting, {self.child.describe_end()}")
             seconds = time.monotonic() - self._started
             if self._healthy():
-                guard.watch(self.child)
                 self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
                 return seconds
             if seconds > self._timeout_s:

@@ -75,6 +75,7 @@ def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
         device=job.device.type,
         seed=recipe.seed + index,
         log=job.run.logs / f"engine_{index}.log",
+        guard=job.guard,
     )
 
 
@@ -101,7 +102,7 @@ def _start_the_rest(
     if recipe.algorithm.kl_coefficient:
         reference = build_engine(job, recipe, temperature=temperature, frozen=True)
     start = resume_step(job, model)
-    waited = [engine.wait_healthy(job.guard)] if engine else []
+    waited = [engine.wait_healthy()] if engine else []
     started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]
     LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
     return coordinator, model, reference, start
