@@ -1,14 +1,16 @@
 """Publishing: new weights from the trainer's shards into every engine, as whole Hugging Face tensors in buckets.
 
-Every rank takes part in gathering a bucket; a rank that owns an engine sends it on. After the last bucket the engines'
-checksums must be those of what was sent, and then the version counts as published. Any failure raises, which ends the
-job: no engine goes on with a mixture.
+Every rank takes part in gathering a bucket; a rank that owns an engine sends it on. After the last bucket the engine's
+checksums must be those of what was sent, and then the version counts as published. (An engine on a GPU hashes by a
+kernel of its own; there the engines are only compared with one another.) Any failure raises, which ends the job: no
+engine goes on with a mixture.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -41,10 +43,13 @@ class PublishError(RuntimeError):
     """An engine holds other weights than those that were sent."""
 
 
-def publish(source: WeightSource, engine: EngineTarget | None, *, version: WeightVersion, engine_ranks: int) -> None:
+def publish(
+    source: WeightSource, engine: EngineTarget | None, *, version: WeightVersion, engine_ranks: int, device: str
+) -> str:
     """Give this rank's engine, if it owns one, the weights of `version`; a collective of all ranks.
 
-    Raises PublishError: a checksum differs.
+    Returns a digest of the engine's checksums, empty without an engine: `check_agreement` wants those of all ranks.
+    Raises PublishError: a checksum differs from what was sent.
     """
     expected: list[dict[str, str]] = [{} for _ in range(engine_ranks)]
     if engine is not None:
@@ -54,12 +59,30 @@ def publish(source: WeightSource, engine: EngineTarget | None, *, version: Weigh
             continue
         named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
         engine.load_bucket([_serialise(named)] * engine_ranks, version)
-        for parameter, parts in bucket:
+        for parameter, parts in bucket if device == "cpu" else []:
             for rank, sums in enumerate(expected):
                 sums[parameter.engine] = checksum(parameter.layout.engine_shard(parts, rank, engine_ranks))
-    if engine is not None:
-        engine.end_update()
-        _compare(expected, engine.checksums(), version)
+    if engine is None:
+        return ""
+    engine.end_update()
+    found = engine.checksums()
+    if device == "cpu":
+        _compare(expected, found, version)
+    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+
+
+def check_agreement(digests: Sequence[str], version: WeightVersion) -> None:
+    """Raise PublishError unless all engines (the ranks whose digest is not empty) hold the same weights."""
+    if len({digest for digest in digests if digest}) > 1:
+        raise PublishError(f"version {version}: the engines of ranks {_by_digest(digests)} hold different weights")
+
+
+def _by_digest(digests: Sequence[str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, digest in enumerate(digests):
+        if digest:
+            groups.setdefault(digest, []).append(rank)
+    return " and ".join(map(str, groups.values()))
 
 
 def checksum(tensor: Tensor) -> str:

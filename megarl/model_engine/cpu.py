@@ -13,6 +13,7 @@ from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
 import torch
+import torch.utils._device as torch_device
 
 _CPU = torch.device("cpu")
 _FACTORIES = ("zeros", "ones", "empty", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like")
@@ -32,6 +33,8 @@ def install() -> None:
     # p2p_communication.py:398, fully_parallel.py:272
     torch.cuda.synchronize = lambda *_, **__: None
     # schedules.py:596, optimizer.py:481, clip_grads.py:103, dist_checkpointing/exchange_utils.py:98
+    # `with torch.device(...)` knows the factories by a set that is made once: it must hold the real ones
+    torch_device._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # language_module.py:244 moves tied embeddings between pipeline stages

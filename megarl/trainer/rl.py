@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megarl.checkpoint_engine import publish
+from megarl.checkpoint_engine import check_agreement, publish
 from megarl.config import RlRecipe, engine_leaders
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import CoordinatorHandle, Engine, EngineAddress
@@ -138,8 +138,9 @@ def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dic
 
 
 def _publish(job: Job, recipe: RlRecipe, model: ModelEngine, engine: Engine | None, *, version: int) -> None:
-    publish(model.weights, engine, version=version, engine_ranks=recipe.rollout.tensor_parallel)
-    job.control.barrier(f"publication of version {version}")
+    ranks = recipe.rollout.tensor_parallel
+    digest = publish(model.weights, engine, version=version, engine_ranks=ranks, device=job.device.type)
+    check_agreement(job.control.allgather(digest, str, what=f"publication of version {version}"), version)
 
 
 def _evaluate(job: Job, recipe: RlRecipe, coordinator: CoordinatorHandle | None, *, step: int) -> None:

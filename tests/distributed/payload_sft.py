@@ -43,6 +43,7 @@ def main() -> None:
         bfloat16_losses={family: run_in_bfloat16(plan, family, control) for family in plan.models},
         pids=control.allgather(os.getpid(), int, what="pids"),
         vocabulary_error=vocabulary_error(control),
+        device_context=device_context(),
     )
     if control.rank == 0:
         report.write(plan.out / "report.json")
@@ -214,6 +215,12 @@ def vocabulary_error(control: ControlPlane) -> float:
     ]
     largest = torch.stack([difference.detach().abs().max().nan_to_num(1e9) for difference in differences]).max()
     return max(control.allgather(float(largest), float, what="vocabulary errors"))
+
+
+def device_context() -> str:
+    """Where torch makes a tensor that is told by its context where to be, after the CPU shim has been installed."""
+    with torch.device("meta"):
+        return torch.arange(2).device.type
 
 
 def linger(plan: Plan) -> None:

@@ -69,3 +69,4 @@ class Report(_File):
     bfloat16_losses: dict[str, list[float]]
     pids: list[int]
     vocabulary_error: float
+    device_context: str

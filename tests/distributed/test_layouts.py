@@ -286,6 +286,11 @@ def test_a_vocabulary_in_parts_is_as_good_as_a_whole_one(layout: str, runs: Runs
     assert runs[layout].report.vocabulary_error < 1e-5
 
 
+def test_the_cpu_shim_leaves_device_contexts_alone(runs: Runs) -> None:
+    """transformers loads models within one; without it their rotary frequencies are whatever lay in memory."""
+    assert runs["tp1"].report.device_context == "meta"
+
+
 @pytest.mark.parametrize("layout", [name for name, shape in LAYOUTS.items() if shape.load])
 @families
 def test_a_checkpoint_goes_on_at_another_layout(layout: str, family: str, runs: Runs) -> None:

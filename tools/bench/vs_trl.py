@@ -6,8 +6,8 @@
 
 Same checkpoint, problems in the same order, batch (32 prompts x 8), learning rate, warm-up and optimizer. megarl runs
 as its users run it, with 2 data-parallel ranks and an engine on each; TRL runs in an environment of its own with as
-many threads as there are cores. Reported are medians of the seconds of a step and their ratio; beside them the least time
-that a step's multiplications would take on these cores.
+many threads as there are cores. Reported are medians of the seconds of a step and their ratio, and beside them the
+least time that a step's multiplications would take on these cores.
 """
 
 from __future__ import annotations
