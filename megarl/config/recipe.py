@@ -94,7 +94,7 @@ class Optimizer(Section):
     epsilon: PositiveFloat = 1e-8
     """Adam's term for numerical stability."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay."""
+    """Decoupled weight decay of matrices; norms and biases do not decay."""
     clip: PositiveFloat = 1.0
     """Largest norm of the whole gradient; a longer one is scaled down to it."""
 

@@ -66,7 +66,8 @@ class RolloutBatch:
             )
             sums = {"tokens": mask.sum(), "entropy": (entropies * mask).sum(), "clipped": (clipped * mask).sum()}
             if algorithm.kl_coefficient:
-                kl = kl_to_reference(logprobs, columns["reference_logprob"])
+                # masked before the exponential: where the reference's column is padding, it would overflow
+                kl = kl_to_reference(logprobs * mask, columns["reference_logprob"])
                 losses = losses + algorithm.kl_coefficient * kl
                 sums["kl"] = (kl.detach() * mask).sum()
             mismatch = (old - columns["engine_logprob"]).abs() * mask
