@@ -8,7 +8,6 @@ engine goes on with a mixture.
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import pickle
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from megarl.types import WeightVersion
 
-# Sent as base64 within one JSON body, so a bucket takes a few times this much memory for a moment.
+# Sent within one JSON body, so a bucket takes a few times this much memory for a moment.
 BUCKET_BYTES = 256 << 20
 
 
@@ -34,7 +33,7 @@ class EngineTarget(Protocol):
     """The engine's side, on the rank that owns it."""
 
     def begin_update(self) -> None: ...
-    def load_bucket(self, payloads: list[str], version: int) -> None: ...
+    def load_bucket(self, payloads: list[bytes], version: int) -> None: ...
     def end_update(self) -> None: ...
     def checksums(self) -> list[dict[str, str]]: ...
 
@@ -91,10 +90,10 @@ def checksum(tensor: Tensor) -> str:
     return hashlib.sha256(raw.data).digest()[:8].hex()
 
 
-def _serialise(named: Sequence[tuple[str, Tensor]]) -> str:
+def _serialise(named: Sequence[tuple[str, Tensor]]) -> bytes:
     """SGLang unpickles (name, tensor) pairs; a clone, because a view would carry its whole storage along."""
     pairs = [(name, tensor.detach().cpu().clone()) for name, tensor in named]
-    return base64.b64encode(pickle.dumps(pairs, protocol=pickle.HIGHEST_PROTOCOL)).decode()
+    return pickle.dumps(pairs, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _compare(expected: list[dict[str, str]], found: list[dict[str, str]], version: WeightVersion) -> None:

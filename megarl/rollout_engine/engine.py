@@ -97,8 +97,8 @@ class Engine:
         """Before the first bucket of new weights; no request may be running."""
         self._post("/begin_weight_update", {})
 
-    def load_bucket(self, payloads: list[str], version: int) -> None:
-        """Load one bucket: for each of the engine's ranks the base64 of a serialised list of (name, tensor).
+    def load_bucket(self, payloads: list[bytes], version: int) -> None:
+        """Load one bucket: for each of the engine's ranks a pickled list of (name, tensor).
 
         The cached keys and values of the old weights are dropped.
         """
@@ -122,7 +122,7 @@ class Engine:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
-            status, answer = self._request("POST", path, json.dumps(body).encode(), self._timeout_s)
+            status, answer = self._request("POST", path, msgspec.json.encode(body), self._timeout_s)
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.child.name} did not answer {path}: {error!r}") from error
         text = answer.decode(errors="replace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import pickle
 from collections.abc import Iterator
@@ -40,10 +39,10 @@ class Engine:
     def begin_update(self) -> None:
         self.calls.append("begin")
 
-    def load_bucket(self, payloads: list[str], version: int) -> None:
+    def load_bucket(self, payloads: list[bytes], version: int) -> None:
         assert len(payloads) == self.ranks
         self.calls.append(version)
-        self.tensors.update(pickle.loads(base64.b64decode(payloads[-1])))  # noqa: S301 (what SGLang does)
+        self.tensors.update(pickle.loads(payloads[-1]))  # noqa: S301 (what SGLang does)
 
     def end_update(self) -> None:
         self.calls.append("end")
