@@ -15,7 +15,7 @@ from megarl.config import Model, Rollout
 from megarl.runtime import Child, Guard, free_port, start_child
 
 _POLL_S = 0.2
-_HEALTH_TIMEOUT_S = 5.0
+_HEALTH_TIMEOUT_S = 30.0  # the server itself gives up after 20 s, and a new question costs it a new request
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
