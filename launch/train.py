@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from megarl.runtime import Guard, rank_info
 from megarl.trainer import describe_ranks, preflight, run_rank
 
 _BAD_INPUT = 2
+# A dead engine, coordinator or rank first shows as a request or a collective that fails. Whoever watched it knows more
+# and ends the job meanwhile.
+_CHILD_FIRST_S = 2.0
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -83,7 +87,9 @@ def main() -> None:
     except (RecipeError, DataError) as error:
         guard.die(str(error), code=_BAD_INPUT)
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
-        guard.die(traceback.format_exc())
+        cause = traceback.format_exc()
+        time.sleep(_CHILD_FIRST_S)
+        guard.die(cause)
     sys.stdout.flush()
     # torch's and MPI's exit handlers can hang on a peer that left first; everything is written and all ranks agreed
     os._exit(0)
