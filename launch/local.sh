@@ -18,13 +18,14 @@ source "$root/launch/lib.sh"
 
 usage() { sed -n '2,/^$/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
+# Becomes the launcher.
 launch() {
   local -r launcher="$1" ranks="$2"
   shift 2
   case "$launcher" in
     # the mpirun beside this python: another one on PATH would be another MPI
-    mpirun) "$root/.venv/bin/mpirun" -n "$ranks" python "$root/launch/train.py" "$@" ;;
-    torchrun) python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$root/launch/train.py" "$@" ;;
+    mpirun) exec "$root/.venv/bin/mpirun" -n "$ranks" python "$root/launch/train.py" "$@" ;;
+    torchrun) exec python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$root/launch/train.py" "$@" ;;
   esac
 }
 
@@ -48,7 +49,14 @@ main() {
   local run_dir rc=0
   local -r start="$(date +%s)"
   run_dir="$(python "$root/launch/train.py" "$@" --check --ranks "$ranks")"
-  launch "$launcher" "$ranks" "$@" || rc=$?
+  # in the background, because bash would attend to a signal only after the launcher's end
+  launch "$launcher" "$ranks" "$@" </dev/null &
+  local -r launched=$!
+  trap 'kill -TERM "$launched" 2>/dev/null || true' INT TERM HUP
+  while kill -0 "$launched" 2>/dev/null; do
+    rc=0
+    wait "$launched" || rc=$?
+  done
   if ((rc)); then run::print_cause "$run_dir" "$start"; fi
   return "$rc"
 }

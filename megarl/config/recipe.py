@@ -142,8 +142,8 @@ class RlBatch(Section):
 class Rollout(Section):
     tensor_parallel: PositiveInt = 1
     """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
-    temperature: PositiveFloat = 1.0
-    """Sampling temperature of training rollouts; the trainer scales its logits by it too."""
+    temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
+    """Sampling temperature of training rollouts, at least 0.01; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens."""
     start_timeout_s: Seconds = 300.0

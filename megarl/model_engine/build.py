@@ -28,14 +28,15 @@ from megarl.model_engine import cpu
 from megarl.model_engine.modules import CausalAttention, RMSNorm
 
 
-def init_model_parallel(layout: Layout, device: torch.device, seed: int) -> None:
-    """Make Megatron's process groups; torch's default group must exist."""
+def init_model_parallel(layout: Layout, device: torch.device, seed: int, deadline_s: float) -> None:
+    """Make Megatron's process groups, whose collectives wait `deadline_s` at most; torch's default group must exist."""
     if device.type == "cpu":
         cpu.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         create_gloo_process_groups=False,
+        distributed_timeout_minutes=deadline_s / 60,
     )
     model_parallel_cuda_manual_seed(seed)
 

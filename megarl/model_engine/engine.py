@@ -84,10 +84,11 @@ class ModelEngine:
         temperature: float = 1.0,
         optimizer: Optimizer | None = None,
         updates: int = 0,
+        deadline_s: float = 1800.0,
     ) -> None:
         """Build the model and load its weights. `updates` is the length of the learning rate's schedule."""
         if not parallel_state.is_initialized():
-            init_model_parallel(layout, device, seed)
+            init_model_parallel(layout, device, seed, deadline_s)
         self._source, self._shape, self._device = model.path, shape, device
         self._micro_sequences, self._temperature = micro_sequences, temperature
         config = transformer_config(shape, layout, getattr(torch, model.dtype), device)
@@ -140,7 +141,7 @@ class ModelEngine:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(self._batches(sequences), scaled, forward_only=False)
-        rate = learning_rate(self._optimizer_recipe, self.update_count, self._updates)
+        rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
             # wd_mult is 0 for norms and biases; Megatron leaves it to its own scheduler to apply it
@@ -150,6 +151,12 @@ class ModelEngine:
             raise FloatingPointError(f"the gradient norm of update {self.update_count + 1} is {grad_norm}")
         self.update_count += 1
         return Update(grad_norm=float(grad_norm), learning_rate=rate, metrics=metrics)
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next update: `update_count` says where in the schedule it is."""
+        assert self._optimizer_recipe is not None, "a frozen model has no learning rate"
+        return learning_rate(self._optimizer_recipe, self.update_count, self._updates)
 
     def save(self, directory: Path) -> None:
         """Write model and optimizer as a distributed checkpoint that any layout can load."""

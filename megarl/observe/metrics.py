@@ -17,13 +17,13 @@ class MetricsLog:
     """Appends rows to a run's metrics; each reaches the file before `write` returns."""
 
     def __init__(self, run_dir: Path, *, keep_steps: int) -> None:
-        """Rows of steps after `keep_steps` are dropped: a resumed run writes them again."""
-        path = run_dir / METRICS_FILE
-        kept = [row for row in read_metrics(run_dir) if row["step"] <= keep_steps]
-        aside = path.with_suffix(".partial")
-        aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-        aside.replace(path)
-        self._file = path.open("a")
+        """Rows and evaluations of steps after `keep_steps` are dropped: a resumed run writes them again."""
+        for path in filter(Path.exists, (run_dir / METRICS_FILE, run_dir / EVALUATIONS_FILE)):
+            kept = [row for row in _read_rows(path) if row["step"] <= keep_steps]
+            aside = path.with_suffix(".partial")
+            aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            aside.replace(path)
+        self._file = (run_dir / METRICS_FILE).open("a")
 
     def write(self, row: dict[str, Any]) -> None:
         self._file.write(json.dumps(row) + "\n")

@@ -8,9 +8,10 @@ from megarl.rollout_engine.channel import Evaluation, Failed, Sample, Taken, fra
 from megarl.rollout_engine.client import EngineClient
 from megarl.rollout_engine.coordinator import Coordinator
 from megarl.rollout_engine.engine import Engine, EngineAddress, EngineError
-from megarl.rollout_engine.handle import CoordinatorError, CoordinatorHandle
+from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
 __all__ = [
+    "ENGINE_SHARE",
     "Coordinator",
     "CoordinatorError",
     "CoordinatorHandle",

@@ -48,10 +48,11 @@ class Engine:
         seed: int,
         log: Path,
         guard: Guard,
+        answer_timeout_s: float,
     ) -> None:
         """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
         self.address = EngineAddress(host, free_port(host))
-        self._key, self._timeout_s = key, rollout.start_timeout_s
+        self._key, self._timeout_s, self._answer_timeout_s = key, rollout.start_timeout_s, answer_timeout_s
         self._started = time.monotonic()
         arguments = {
             "model_path": str(model.path),
@@ -122,7 +123,7 @@ class Engine:
 
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
-            status, answer = self._request("POST", path, msgspec.json.encode(body), self._timeout_s)
+            status, answer = self._request("POST", path, msgspec.json.encode(body), self._answer_timeout_s)
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.child.name} did not answer {path}: {error!r}") from error
         text = answer.decode(errors="replace")

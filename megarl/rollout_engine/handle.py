@@ -13,6 +13,11 @@ from megarl.runtime import Guard, start_child
 
 T = TypeVar("T")
 
+# Shares of runtime.deadline_s: who waits for whom gives up first from the inside out, so that the error names the one
+# that hangs. Ranks that wait for rank 0 have all of it.
+ENGINE_SHARE = 0.8
+COORDINATOR_SHARE = 0.9
+
 
 class CoordinatorError(RuntimeError):
     """The coordinator said why it cannot go on, or was gone."""
@@ -33,6 +38,7 @@ class CoordinatorHandle:
         log: Path,
     ) -> None:
         """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends."""
+        self._deadline_s = recipe.runtime.deadline_s * COORDINATOR_SHARE
         self._socket, theirs = socket.socketpair()
         config = {
             "recipe": recipe.model_dump(mode="json"),
@@ -65,6 +71,7 @@ class CoordinatorHandle:
 
     def _ask(self, request: channel.Request, kind: type[T]) -> T:
         self._send(request)
+        self._socket.settimeout(self._deadline_s)
         reply = channel.decode_reply(self._receive(channel.HEADER.unpack(self._receive(channel.HEADER.size))[0]))
         if isinstance(reply, channel.Failed):
             raise CoordinatorError(reply.cause)
@@ -80,7 +87,13 @@ class CoordinatorHandle:
     def _receive(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
-            part = self._socket.recv(min(count - len(data), 1 << 20))
+            try:
+                part = self._socket.recv(min(count - len(data), 1 << 20))
+            except TimeoutError:
+                raise CoordinatorError(
+                    f"the coordinator (pid {self.child.process.pid}) has not answered for {self._deadline_s:.0f} s;"
+                    f" see {self.child.log}"
+                ) from None
             if not part:
                 raise CoordinatorError(f"the coordinator hung up; see {self.child.log}")
             data += part

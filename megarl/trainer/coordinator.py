@@ -14,7 +14,7 @@ from typing import Any
 from megarl.config import RlRecipe
 from megarl.data import DataError
 from megarl.rewards import RewardPool
-from megarl.rollout_engine import Coordinator, EngineAddress, EngineClient, EngineError, Failed, frame
+from megarl.rollout_engine import ENGINE_SHARE, Coordinator, EngineAddress, EngineClient, EngineError, Failed, frame
 from megarl.runtime import child_command, child_environment
 from megarl.transfer_queue import TransferQueue
 
@@ -43,13 +43,12 @@ def main() -> None:
 
 async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
     recipe = RlRecipe.model_validate(config["recipe"])
+    timeout_s = recipe.runtime.deadline_s * ENGINE_SHARE
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     async with AsyncExitStack() as stack:
         engines = [
-            await stack.enter_async_context(
-                EngineClient(EngineAddress(**address), config["key"], timeout_s=recipe.runtime.deadline_s)
-            )
+            await stack.enter_async_context(EngineClient(EngineAddress(**address), config["key"], timeout_s=timeout_s))
             for address in config["engines"]
         ]
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())

@@ -75,6 +75,7 @@ def build_engine(
         temperature=temperature,
         optimizer=None if frozen else recipe.optimizer.model_copy(update={"warmup_steps": warmup}),
         updates=recipe.steps * updates_per_step,
+        deadline_s=recipe.runtime.deadline_s,
     )
 
 

@@ -43,7 +43,7 @@ def preflight(recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, 
     try:
         shape = read_model_shape(recipe.model.path)
         check_recipe(recipe, shape, world=world, ranks_per_node=ranks_per_node)
-        _check_run_directory(recipe.directory, resume=resume)
+        _check_run_directory(recipe, resume=resume)
         _check_weights(recipe.model.path)
         tokenizer = _checked_tokenizer(recipe.model.path, shape)
         if isinstance(recipe, SftRecipe):
@@ -124,8 +124,8 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise DataError(f"{key}: {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def _check_run_directory(path: Path, *, resume: bool) -> None:
-    there = path
+def _check_run_directory(recipe: SftRecipe | RlRecipe, *, resume: bool) -> None:
+    there = path = recipe.directory
     while not there.exists() and there != there.parent:
         there = there.parent
     if not there.is_dir():
@@ -134,7 +134,7 @@ def _check_run_directory(path: Path, *, resume: bool) -> None:
         raise RecipeError(
             f"run_dir: {path} cannot be written, since {there} is not writable for you; give another run_dir"
         )
-    RunDirectory(path).check(resume=resume)
+    RunDirectory(path).check(recipe.type, resume=resume)
 
 
 def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ import msgspec
 from megarl.checkpoint_engine import check_agreement, publish
 from megarl.config import RlRecipe, engine_leaders
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
-from megarl.rollout_engine import CoordinatorHandle, Engine, EngineAddress
+from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.coordinator import TARGET as COORDINATOR
 from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
@@ -76,6 +76,7 @@ def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
         seed=recipe.seed + index,
         log=job.run.logs / f"engine_{index}.log",
         guard=job.guard,
+        answer_timeout_s=recipe.runtime.deadline_s * ENGINE_SHARE,
     )
 
 
@@ -123,13 +124,15 @@ def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dic
     """All updates of a step; returns what is logged. A minibatch in which no group has a signal is passed over."""
     from megarl.model_engine import Metrics
 
-    parts, norms, rate = [], [], 0.0
-    for sequences, tokens in batch.minibatches():
+    minibatches = list(batch.minibatches())
+    parts, norms = [], []
+    for index, (sequences, tokens) in enumerate(minibatches):
+        model.update_count = step * len(minibatches) + index  # the schedule goes on where one is passed over
+        rate = model.learning_rate
         if sequences:
             update = model.update(sequences, batch.loss(), normalizer=tokens)
             parts.append(update.metrics)
             norms.append(update.grad_norm)
-            rate = update.learning_rate
     if not parts:
         return {**batch.statistics(batch.mismatch(model)), "grad_norm": 0.0, "learning_rate": rate}
     mine = Metrics.merge(parts)

@@ -5,18 +5,23 @@ A checkpoint is written aside, then its run state as the last file, then renamed
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TextIO
+
+import msgspec
 
 from megarl.config import RecipeError, RlRecipe, SftRecipe, dump_recipe
 from megarl.observe import METRICS_FILE
-from megarl.runtime import FAILURE_FILE, ControlPlane
+from megarl.runtime import FAILURE_FILE, LOGGER, ControlPlane
 
 _STATE_FILE = "run_state.json"
+_LOCK_FILE = "lock"
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 
@@ -38,19 +43,41 @@ class RunDirectory:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.model = path / "hf"
+        self._lock: TextIO | None = None
 
-    def check(self, *, resume: bool) -> None:
-        """Raise RecipeError: the directory holds a run already and is not to be resumed, or the other way round."""
+    def check(self, kind: str, *, resume: bool) -> None:
+        """Raise RecipeError: the directory holds a run already and is not to be resumed, or the other way round.
+
+        `kind` is the recipe's type, which a resumed run cannot change.
+        """
         used = (self.path / METRICS_FILE).exists()
         if used and not resume:
             raise RecipeError(f"run_dir: {self.path} holds a run; --resume continues it, or give another run_dir")
         if resume and not used:
             raise RecipeError(f"--resume: {self.path} holds no run; leave --resume out, or give the run's run_dir")
+        newest = self.newest_checkpoint() if resume else None
+        if newest and newest[1].type != kind:
+            raise RecipeError(
+                f"--resume: {self.path} holds a run of type {newest[1].type}, the recipe is of type {kind}"
+            )
 
     def prepare(self, recipe: SftRecipe | RlRecipe) -> None:
-        """Make the directory, with the fully resolved recipe in it and without an earlier start's failures."""
+        """Make the directory, with the fully resolved recipe in it and without what an earlier start left unfinished.
+
+        Raises RecipeError: another job is using it.
+        """
         self.logs.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / _LOCK_FILE).open("a")  # held until this process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RecipeError(f"run_dir: another job is using {self.path}; end it or give another run_dir") from None
+        except OSError as error:  # some shared file systems have no locks
+            LOGGER.warning("%s cannot be locked (%s): make sure that no other job uses it", self.path, error.strerror)
         (self.path / FAILURE_FILE).unlink(missing_ok=True)
+        for path in self._entries():
+            if path.suffix == ".partial":
+                shutil.rmtree(path)
         (self.path / "recipe.yaml").write_text(dump_recipe(recipe))
 
     def newest_checkpoint(self) -> tuple[Path, RunState] | None:
@@ -58,11 +85,12 @@ class RunDirectory:
         found = [(int(match[1]), path) for path in self._entries() if (match := _STEP_DIRECTORY.fullmatch(path.name))]
         for _, path in sorted(found, reverse=True):
             try:
-                state = RunState(**json.loads((path / _STATE_FILE).read_text()))
-            except (OSError, ValueError, TypeError):
-                continue
-            if state.files == _sizes(path):
-                return path, state
+                state = msgspec.json.decode((path / _STATE_FILE).read_bytes(), type=RunState)
+                if state.files == _sizes(path):
+                    return path, state
+            except (OSError, msgspec.DecodeError):
+                pass
+            LOGGER.warning("%s is not whole and is passed over", path)
         return None
 
     def save_checkpoint(

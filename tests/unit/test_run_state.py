@@ -144,7 +144,7 @@ def test_a_used_directory_is_only_resumed(run: RunDirectory, used: bool, resume:
         run.path.mkdir()
         (run.path / METRICS_FILE).touch()
     if problem is None:
-        run.check(resume=resume)
+        run.check("sft", resume=resume)
     else:
         with pytest.raises(RecipeError, match=problem):
-            run.check(resume=resume)
+            run.check("sft", resume=resume)
