@@ -118,6 +118,8 @@ pip_install() { "$venv/bin/python" -m pip install --quiet --quiet --disable-pip-
 install_cpu() {
   local packages
   say "installing what requirements-cpu.txt names (for a new environment 2.7 GB, a few minutes)"
+  # torch first and with what it needs: where its CPU build is not to be had, that is CUDA's libraries
+  pip_install "$(grep -oE '^torch==[^ ]+' "$root/requirements-cpu.txt")"
   pip_install --no-deps --requirement "$root/requirements-cpu.txt"
   # torchvision registers shape rules for its compiled operators, which its wheel offers only together with CUDA; without
   # them the registration fails and so does the import. SGLang's server needs the import, and none of the operators.

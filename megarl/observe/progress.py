@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from megarl.observe.metrics import read_metrics
 
@@ -26,18 +27,21 @@ def describe(row: dict[str, Any]) -> str:
 
 def watch(run_dir: Path, *, name: str, steps: int, running: Callable[[], bool], console: Console) -> None:
     """Show the stage's steps until `running` says that it has ended."""
+    # on a narrow terminal the phases' times are cut off, not the steps
+    now = TextColumn("{task.fields[now]}", table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
     progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[now]}"),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, min_width=len(name))),
+        BarColumn(bar_width=10),
+        MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(steps)) + 1)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7)),
+        now,
+        expand=True,
         console=console,
         disable=not console.is_terminal,
     )
     shown = 0
     with progress:
-        task = progress.add_task(name, total=steps, now="starting")
+        task = progress.add_task(name, total=steps, now="starting (models load, engines start)")
         alive = True
         while alive:
             alive = running()  # asked first, so that the last rows are read after the end

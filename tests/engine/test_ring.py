@@ -112,6 +112,7 @@ def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], additi
     shutil.copytree(addition / "model", model)
     config = AutoConfig.from_pretrained(model)
     config.num_hidden_layers, config.layer_types = 4, ["full_attention"] * 4
+    config.intermediate_size = 256  # on a CPU, SGLang pads a rank's part to a multiple of 32
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     run = tmp_path / "run"

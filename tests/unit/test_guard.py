@@ -41,8 +41,8 @@ while not (run_dir / "log").read_text():
 if sys.argv[3] == "die before the watch":
     os.kill(child.process.pid, 9)
     time.sleep(0.1)
-guard.watch(child)
 print(child.process.pid, flush=True)
+guard.watch(child)
 match sys.argv[3]:
     case "sleep": time.sleep(600)
     case "receive": ends = socket.socketpair(); ends[0].recv(1)

@@ -85,6 +85,7 @@ def test_makes_a_cpu_environment_and_then_leaves_it(tree: Tree) -> None:
     root = tree.root
     assert installs == [
         "--upgrade pip>=25",
+        "torch==2.13.0",
         f"--no-deps --requirement {root}/requirements-cpu.txt",
         f"--no-deps --no-build-isolation --editable {root}/cpu_development/sglang_kernel_stub",
         f"--no-deps --no-build-isolation --editable {root}",

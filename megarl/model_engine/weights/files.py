@@ -78,6 +78,7 @@ def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path,
     def flush() -> None:
         parts.append(directory / f"part-{len(parts)}.safetensors")
         save_file(pending, parts[-1], metadata={"format": "pt"})
+        parts[-1].chmod(0o644)  # safetensors writes for the owner alone, and the other files are as the umask says
         pending.clear()
 
     for bucket in buckets:
