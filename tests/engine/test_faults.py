@@ -36,11 +36,15 @@ def test_sigkill_ends_the_job(victim: str, launcher: str, named: str, tmp_path: 
         assert named in last, last
 
 
-def test_sigterm_to_the_launcher_ends_the_job(tmp_path: Path, rl_overrides: list[str]) -> None:
+@pytest.mark.parametrize("launcher", ["mpirun", "local.sh"])
+def test_sigterm_to_the_launcher_ends_the_job(launcher: str, tmp_path: Path, rl_overrides: list[str]) -> None:
     with local_job(tmp_path / "run", RECIPE, *rl_overrides, "steps=100000") as job:
         job.wait_for_step(1)
         processes = job.processes()
-        processes["mpirun 0" if "mpirun 0" in processes else "prterun 0"].send_signal(signal.SIGTERM)
+        if launcher == "local.sh":
+            job.process.send_signal(signal.SIGTERM)
+        else:
+            processes["mpirun 0" if "mpirun 0" in processes else "prterun 0"].send_signal(signal.SIGTERM)
         assert_all_gone(processes)
         assert job.wait(END_LIMIT_S) != 0
 
