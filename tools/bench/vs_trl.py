@@ -142,7 +142,7 @@ def least_seconds(checkpoint: Path, tokens: float) -> float:
 def report(ours: dict[str, Any], theirs: dict[str, Any], least: float) -> None:
     our_s, their_s = statistics.median(ours["step_seconds"]), statistics.median(theirs["step_seconds"])
     print("megarl, seconds of a step by phase:", {name: round(s, 3) for name, s in ours["phases"].items()})
-    for name, result in [("megarl", ours), ("trl", theirs)]:
+    for name, result in [("megarl", ours), ("trl", theirs)] if theirs["after"][0] else []:
         print(
             f"{name}: {sum(result['step_seconds']):.1f} s for {len(result['step_seconds'])} steps; accuracy"
             f" {result['before'][0]:.3f} -> {result['after'][0]:.3f} (temperature 1),"
