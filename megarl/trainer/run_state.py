@@ -9,6 +9,7 @@ import fcntl
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from megarl.runtime import FAILURE_FILE, LOGGER, ControlPlane
 
 _STATE_FILE = "run_state.json"
 _LOCK_FILE = "lock"
+_ENDING_JOB_S = 20.0  # a killed job's last process may live this long
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 
@@ -69,7 +71,7 @@ class RunDirectory:
         self.logs.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / _LOCK_FILE).open("a")  # held until this process ends
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock)
         except BlockingIOError:
             raise RecipeError(f"run_dir: another job is using {self.path}; end it or give another run_dir") from None
         except OSError as error:  # some shared file systems have no locks
@@ -115,6 +117,18 @@ class RunDirectory:
 
     def _entries(self) -> list[Path]:
         return list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else []
+
+
+def _lock(file: TextIO) -> None:
+    """Lock `file` for this process, waiting for a job that is just ending. Raises BlockingIOError if it does not."""
+    end = time.monotonic() + _ENDING_JOB_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 def _sizes(directory: Path) -> dict[str, int]:
