@@ -39,13 +39,14 @@ control::srun_mpi() {
   esac
 }
 
-# Exports MASTER_ADDR and MASTER_PORT: this node, and a port that was free on it a moment ago.
+# Exports MASTER_ADDR and MASTER_PORT: this node, and a port that is free on it. Ports below the ephemeral range are
+# not given to outgoing connections or to servers that ask for any port, so it is still free when rank 0 binds it.
 control::export_rendezvous() {
   local hosts
   mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   ((${#hosts[@]})) || job::die "scontrol names no host for the node list $SLURM_JOB_NODELIST"
   MASTER_ADDR=${hosts[0]}
-  MASTER_PORT=$(python -c 'import socket; s = socket.create_server(("", 0)); print(s.getsockname()[1])')
+  while MASTER_PORT=$((10000 + RANDOM % 20000)) && (: <>"/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2>/dev/null; do :; done
   export MASTER_ADDR MASTER_PORT
 }
 

@@ -91,7 +91,7 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
             f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt in the model's"
             f" {shape.max_positions} positions; make it smaller"
         )
-    owned = ["api_key", "dtype", "host", "model_path", "port", "random_seed", "tp_size", "weight_version"]
+    owned = ["api_key", "dtype", "host", "model_path", "nccl_port", "port", "random_seed", "tp_size", "weight_version"]
     for key in owned:
         if key in recipe.rollout.server_args:
             problems.append(f"rollout.server_args.{key}: megarl sets this one itself; leave it out")

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from megarl.config import Model, Rollout
-from megarl.runtime import Child, Guard, free_port, start_child
+from megarl.runtime import Child, Guard, hold_port, start_child
 
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 30.0  # the server itself gives up after 20 s, and a new question costs it a new request
@@ -51,7 +51,9 @@ class Engine:
         answer_timeout_s: float,
     ) -> None:
         """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
-        self.address = EngineAddress(host, free_port(host))
+        # the server binds them many seconds from now
+        self._ports = server, distributed = hold_port(host), hold_port(host)
+        self.address = EngineAddress(host, server.getsockname()[1])
         self._key, self._timeout_s, self._answer_timeout_s = key, rollout.start_timeout_s, answer_timeout_s
         self._started = time.monotonic()
         arguments = {
@@ -59,6 +61,7 @@ class Engine:
             "dtype": model.dtype,
             "host": host,
             "port": self.address.port,
+            "nccl_port": distributed.getsockname()[1],
             "api_key": key,
             "tp_size": rollout.tensor_parallel,
             "random_seed": seed,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 
 
 def main() -> None:
@@ -14,4 +16,9 @@ def main() -> None:
     from sglang.srt.server_args import ServerArgs
 
     load_plugins()
-    run_server(ServerArgs(**arguments))
+    try:
+        run_server(ServerArgs(**arguments))
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # an orderly exit would wait for the scheduler, which serves on

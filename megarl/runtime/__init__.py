@@ -10,7 +10,7 @@ from megarl.runtime.device import choose_device, init_process_group
 from megarl.runtime.guard import FAILURE_FILE, Guard
 from megarl.runtime.lifeline import die_with_parent
 from megarl.runtime.logs import LOGGER, setup_logging
-from megarl.runtime.network import free_port, node_address
+from megarl.runtime.network import hold_port, node_address
 from megarl.runtime.rank import RankInfo, rank_info
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "choose_device",
     "connect",
     "die_with_parent",
-    "free_port",
+    "hold_port",
     "init_process_group",
     "node_address",
     "rank_info",

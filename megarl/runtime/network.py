@@ -32,7 +32,13 @@ def listen(address: str) -> socket.socket:
     return listener
 
 
-def free_port(address: str) -> int:
-    """A port that was free on `address` a moment ago, for servers that cannot be handed a socket."""
-    with listen(address) as listener:
-        return int(listener.getsockname()[1])
+def hold_port(address: str) -> socket.socket:
+    """A socket whose port nobody is given while it lives, for a server that cannot be handed a socket.
+
+    It does not listen, so a server that binds the port by number with SO_REUSEADDR, as servers do, still gets it;
+    connections going out and servers that ask the operating system for any port do not.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((address, 0))
+    return holder

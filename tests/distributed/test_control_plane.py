@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.runtime import free_port
+from megarl.runtime import hold_port
 from tests.distributed.launch import Launcher, run
 from tests.distributed.payload_control import DEADLINE_S, LARGE_BYTES, LATE_S
 
@@ -31,7 +31,8 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def start(launcher: Launcher, directory: Path) -> None:
-    run(launcher, RANKS, "payload_control.py", directory, str(free_port("127.0.0.1")), log=directory / "log")
+    with hold_port("127.0.0.1") as held:
+        run(launcher, RANKS, "payload_control.py", directory, str(held.getsockname()[1]), log=directory / "log")
 
 
 def test_ranks_know_their_place(reports: Reports) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import os
@@ -9,7 +10,7 @@ import socket
 
 import pytest
 
-from megarl.runtime import free_port, node_address
+from megarl.runtime import hold_port, node_address
 from megarl.runtime.network import LOOPBACK, listen
 
 
@@ -41,9 +42,19 @@ def test_a_listener_is_bound_to_its_address_alone() -> None:
             socket.create_connection(("127.0.0.2", port), timeout=5)
 
 
-def test_a_free_port_can_be_listened_on() -> None:
-    port = free_port(LOOPBACK)
-    with socket.create_server((LOOPBACK, port)) as taken:
-        assert taken.getsockname() == (LOOPBACK, port)
-        with pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
-            socket.create_server((LOOPBACK, port), reuse_port=False)
+def test_a_held_port_is_kept_for_its_server() -> None:
+    with hold_port(LOOPBACK) as held:
+        assert not os.get_inheritable(held.fileno())
+        address = held.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address, timeout=5)
+        with socket.socket() as other, pytest.raises(OSError, match=os.strerror(errno.EADDRINUSE)):
+            other.bind(address)
+        with socket.create_server(address) as server:  # sets SO_REUSEADDR, as servers do
+            assert server.getsockname() == address
+
+
+def test_many_held_ports_differ() -> None:
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(hold_port(LOOPBACK)).getsockname()[1] for _ in range(500)]
+    assert len(set(ports)) == len(ports)
