@@ -18,7 +18,6 @@ def main() -> None:
     load_plugins()
     try:
         run_server(ServerArgs(**arguments))
-    except Exception:
-        traceback.print_exc()
     finally:
-        os._exit(1)  # an orderly exit would wait for the scheduler, which serves on
+        traceback.print_exc()
+        os._exit(1)  # an orderly exit would wait for the scheduler, which stays
