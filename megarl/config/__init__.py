@@ -11,6 +11,7 @@ from megarl.config.model_shape import ModelShape, read_model_shape
 from megarl.config.placement import TrainPlace, engine_leaders, train_place
 from megarl.config.recipe import (
     Checkpoint,
+    ConstantDivisor,
     CosineSchedule,
     Evaluation,
     ExactMatch,
@@ -22,11 +23,14 @@ from megarl.config.recipe import (
     RewardWorkers,
     RlRecipe,
     Rollout,
+    SequenceMean,
     SftRecipe,
+    TokenMean,
 )
 
 __all__ = [
     "Checkpoint",
+    "ConstantDivisor",
     "CosineSchedule",
     "Evaluation",
     "ExactMatch",
@@ -40,7 +44,9 @@ __all__ = [
     "RewardWorkers",
     "RlRecipe",
     "Rollout",
+    "SequenceMean",
     "SftRecipe",
+    "TokenMean",
     "TrainPlace",
     "check_recipe",
     "dump_recipe",

@@ -9,14 +9,14 @@ import math
 
 from megarl.config.errors import RecipeError
 from megarl.config.model_shape import ModelShape
-from megarl.config.recipe import RlRecipe, SftRecipe
+from megarl.config.recipe import Layout, RlRecipe, SftRecipe
 
 
 def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     problems = [*_layout(recipe, shape, world), *_optimizer(recipe)]
     if not problems:
-        problems += _batch(recipe, data=world // (recipe.layout.tensor * recipe.layout.pipeline))
+        problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
         problems += _rollout(recipe, shape, world, ranks_per_node)
     if problems:
@@ -24,21 +24,56 @@ def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int,
 
 
 def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list[str]:
-    tensor, pipeline = recipe.layout.tensor, recipe.layout.pipeline
+    layout = recipe.layout
+    ranks = layout.model_ranks
     problems = []
-    if world % (tensor * pipeline):
+    if world % ranks:
         problems.append(
-            f"layout: {world} ranks cannot be divided into tensor {tensor} x pipeline {pipeline} = {tensor * pipeline};"
-            f" start a multiple of {tensor * pipeline} ranks or change layout"
+            f"layout: {world} ranks cannot be divided into tensor {layout.tensor} x pipeline {layout.pipeline}"
+            f" x context {layout.context} = {ranks}; start a multiple of {ranks} ranks or change layout"
         )
     sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
-    if wrong := [f"{what} ({size})" for what, size in sizes.items() if size % tensor]:
+    if wrong := [f"{what} ({size})" for what, size in sizes.items() if size % layout.tensor]:
         good = _divisors(math.gcd(*sizes.values()))
-        problems.append(f"layout.tensor: {tensor} does not divide the model's {', '.join(wrong)}; use one of {good}")
-    if shape.layers % pipeline:
         problems.append(
-            f"layout.pipeline: {pipeline} does not divide the model's {shape.layers} layers;"
-            f" use one of {_divisors(shape.layers)}"
+            f"layout.tensor: {layout.tensor} does not divide the model's {', '.join(wrong)}; use one of {good}"
+        )
+    return [*problems, *_pipeline(layout, shape), *_experts(layout, shape, world)]
+
+
+def _pipeline(layout: Layout, shape: ModelShape) -> list[str]:
+    parts = layout.pipeline * layout.interleave
+    if layout.interleave > 1 and layout.pipeline == 1:
+        return [f"layout.interleave: {layout.interleave} parts need a pipeline to interleave; set layout.pipeline or 1"]
+    if shape.layers % parts == 0:
+        return []
+    good = f"use one of {_divisors(shape.layers)}"
+    if layout.interleave == 1:
+        return [f"layout.pipeline: {parts} does not divide the model's {shape.layers} layers; {good}"]
+    return [f"layout: pipeline x interleave = {parts} does not divide the model's {shape.layers} layers; {good}"]
+
+
+def _experts(layout: Layout, shape: ModelShape, world: int) -> list[str]:
+    if layout.expert == layout.expert_tensor == 1:
+        return []
+    if shape.experts is None:
+        return ["layout: expert and expert_tensor are for models with experts, and this one has none; set both to 1"]
+    problems = []
+    if shape.experts.count % layout.expert:
+        problems.append(
+            f"layout.expert: {layout.expert} does not divide the model's {shape.experts.count} experts;"
+            f" use one of {_divisors(shape.experts.count)}"
+        )
+    if shape.experts.ffn % layout.expert_tensor:
+        problems.append(
+            f"layout.expert_tensor: {layout.expert_tensor} does not divide the experts' width ({shape.experts.ffn});"
+            f" use one of {_divisors(shape.experts.ffn)}"
+        )
+    stage = world // layout.pipeline
+    if stage % (layout.expert * layout.expert_tensor):
+        problems.append(
+            f"layout: the {stage} ranks of a pipeline stage cannot be divided into expert {layout.expert}"
+            f" x expert_tensor {layout.expert_tensor}; make them divide it"
         )
     return problems
 
@@ -54,11 +89,10 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
 
 def _batch(recipe: SftRecipe | RlRecipe, data: int) -> list[str]:
     if isinstance(recipe, SftRecipe):
-        if recipe.batch.sequences % data:
-            good = -(-recipe.batch.sequences // data) * data
+        if recipe.batch.sequences < data:
             return [
-                f"batch.sequences: {recipe.batch.sequences} is not a multiple of the {data} data-parallel ranks;"
-                f" {good} would be"
+                f"batch.sequences: {recipe.batch.sequences} is less than the {data} data-parallel ranks, some of which"
+                " would be idle; use more sequences or fewer ranks"
             ]
         return []
     minibatches = recipe.algorithm.minibatches

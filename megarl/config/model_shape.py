@@ -32,6 +32,7 @@ class ModelShape:
     norm_epsilon: float
     rope_theta: float
     tied: bool
+    experts: None = None
 
     def padded_vocab(self, tensor: int) -> int:
         """Vocabulary rows so that each of `tensor` ranks has the same number of them."""

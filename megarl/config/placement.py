@@ -12,18 +12,18 @@ class TrainPlace:
     """A rank's coordinates in the training layout (zero-based)."""
 
     tensor: int
-    pipeline: int
+    context: int
     data: int
+    pipeline: int
 
 
 def train_place(rank: int, world: int, layout: Layout) -> TrainPlace:
-    """Megatron's order: tensor-parallel ranks are neighbours, then data-parallel, then pipeline stages."""
-    data_size = world // (layout.tensor * layout.pipeline)
-    return TrainPlace(
-        tensor=rank % layout.tensor,
-        data=rank // layout.tensor % data_size,
-        pipeline=rank // (layout.tensor * data_size),
-    )
+    """Megatron's order: tensor-parallel ranks are neighbours, then context, data-parallel, and pipeline stages."""
+    data_size = world // layout.model_ranks
+    rank, tensor = divmod(rank, layout.tensor)
+    rank, context = divmod(rank, layout.context)
+    pipeline, data = divmod(rank, data_size)
+    return TrainPlace(tensor=tensor, context=context, data=data, pipeline=pipeline)
 
 
 def engine_leaders(world: int, tensor_parallel: int) -> list[int]:

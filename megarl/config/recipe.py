@@ -65,9 +65,26 @@ class Model(Section):
 
 class Layout(Section):
     tensor: PositiveInt = 1
-    """Tensor-parallel size: each layer's matrices are split over this many ranks."""
+    """Tensor-parallel size: each layer's matrices, and the activations between them, are split over this many ranks."""
     pipeline: PositiveInt = 1
     """Pipeline-parallel size: the layers are split into this many stages."""
+    interleave: PositiveInt = 1
+    """Parts of each pipeline stage (virtual pipeline); more parts idle less at the start and the end of a step."""
+    context: PositiveInt = 1
+    """Context-parallel size: each sequence is split over this many ranks."""
+    expert: PositiveInt = 1
+    """Expert-parallel size: each layer's experts are spread over this many ranks, which otherwise are data-parallel."""
+    expert_tensor: PositiveInt = 1
+    """Tensor-parallel size of the experts."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What is computed again in the backward pass instead of kept: nothing, attention, or whole layers."""
+    overlap: bool = False
+    """Gradients are summed and new weights gathered, over data-parallel ranks, while others are still computed."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold the model once; the others repeat it (data-parallel)."""
+        return self.tensor * self.pipeline * self.context
 
 
 class ConstantSchedule(Section):
@@ -119,8 +136,8 @@ class SftData(Section):
 class SftBatch(Section):
     sequences: PositiveInt
     """Sequences in the global batch of one optimizer step."""
-    micro_sequences: PositiveInt = 8
-    """Most sequences in one forward and backward pass of one data-parallel rank; changes memory, not results."""
+    max_tokens_per_rank: PositiveInt = 8192
+    """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
 
 class RlData(Section):
@@ -135,8 +152,8 @@ class RlBatch(Section):
     """Prompts in one step; each makes one group."""
     group_size: GroupSize
     """Samples of each prompt."""
-    micro_sequences: PositiveInt = 8
-    """Most sequences in one forward and backward pass of one data-parallel rank; changes memory, not results."""
+    max_tokens_per_rank: PositiveInt = 8192
+    """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
 
 class Rollout(Section):
@@ -173,6 +190,23 @@ class RewardWorkers(Section):
     """Seconds one response may take; then the worker is killed and the reward is 0."""
 
 
+class TokenMean(Section):
+    type: Literal["token"] = "token"
+    """Every response token counts alike: the mean over the tokens of the global batch."""
+
+
+class SequenceMean(Section):
+    type: Literal["sequence"] = "sequence"
+    """Every sequence counts alike: the mean over sequences of the means over their response tokens."""
+
+
+class ConstantDivisor(Section):
+    type: Literal["constant"] = "constant"
+    """Every response token counts alike, whatever the lengths (Dr. GRPO, arXiv 2503.20783)."""
+    tokens: PositiveInt
+    """Tokens of a sequence that the sum over its tokens is divided by, such as rollout.max_new_tokens."""
+
+
 class Grpo(Section):
     type: Literal["grpo"] = "grpo"
     """Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
@@ -182,6 +216,8 @@ class Grpo(Section):
     """The probability ratio is clipped above at 1 + clip_high."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL divergence to the initial policy; 0: no reference model is built."""
+    normalizer: TokenMean | SequenceMean | ConstantDivisor = Field(default=TokenMean(), discriminator="type")
+    """What the loss, summed over all tokens of the global batch, is divided by."""
     minibatches: PositiveInt = 1
     """Optimizer updates a step; the step's sequences are divided evenly among them."""
 

@@ -12,6 +12,8 @@ from megarl.data.prompts import PromptSet
 from megarl.data.sequence import Sequence, encode_demonstrations
 from megarl.data.writing import already_prepared, whole_directory, write_rows
 
+from megarl.data.balance import plan_microbatches
+
 __all__ = [
     "DataError",
     "Demonstration",
@@ -22,6 +24,7 @@ __all__ = [
     "carry_addition",
     "encode_demonstrations",
     "load_tokenizer",
+    "plan_microbatches",
     "prompt_ids",
     "read_demonstrations",
     "read_problems",

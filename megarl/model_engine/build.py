@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,21 +19,28 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from torch import Tensor
 
 from megarl.config import CosineSchedule, Layout, ModelShape, Optimizer
-from megarl.model_engine import cpu
-from megarl.model_engine.modules import CausalAttention, RMSNorm
+from megarl.model_engine import cpu, patches
+from megarl.model_engine.attention import PackedAttention, PackedRope
+from megarl.model_engine.modules import HiddenOutput, RMSNorm
 
 
 def init_model_parallel(layout: Layout, device: torch.device, seed: int, deadline_s: float) -> None:
     """Make Megatron's process groups, whose collectives wait `deadline_s` at most; torch's default group must exist."""
     if device.type == "cpu":
         cpu.install()
+    patches.install()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.interleave if layout.interleave > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,
         distributed_timeout_minutes=deadline_s / 60,
     )
@@ -61,14 +67,10 @@ def transformer_config(
         qk_layernorm=shape.family == "qwen3",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
+        **_parallelism(layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        moe_token_dispatcher_type="alltoall",  # dense models too: the default refuses variable lengths
-        variable_seq_lengths=True,  # each micro-batch is as long as its own longest sequence
-        batch_p2p_comm=False,
         calculate_per_token_loss=True,  # data-parallel gradients are summed; the loss is already divided
         use_cpu_initialization=device.type == "cpu",
         perform_initialization=False,  # weights are loaded
@@ -81,30 +83,72 @@ def transformer_config(
     )
 
 
-def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) -> GPTModel:
-    """This rank's part of the model, with weights still to be loaded."""
-    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    attention = layer.submodules.self_attention.submodules
-    attention.core_attention = CausalAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+def _parallelism(layout: Layout) -> dict[str, Any]:
+    settings = {
+        "tensor_model_parallel_size": layout.tensor,
+        "sequence_parallel": layout.tensor > 1,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.interleave if layout.interleave > 1 else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "moe_token_dispatcher_type": "alltoall",  # dense models too: the default refuses variable lengths
+        # each micro-batch is as long as its own sequences; between interleaved stages the exchange of shapes deadlocks
+        "variable_seq_lengths": layout.interleave == 1,
+        "batch_p2p_comm": False,  # True computes wrong numbers with interleaved stages, without a word
+    }
+    if layout.recompute == "full":
+        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if layout.recompute == "selective":
+        settings |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return settings
+
+
+def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) -> list[GPTModel]:
+    """This rank's part of the model, with weights still to be loaded: one network for each part of its stage."""
+    return [_build_part(config, shape, layout, part) for part in range(layout.interleave)]
+
+
+def _build_part(config: TransformerConfig, shape: ModelShape, layout: Layout, part: int) -> GPTModel:
+    where = part if layout.interleave > 1 else None
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=where
+    )
+    block.layer_norm = RMSNorm
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        _replace_modules(config, layer.submodules)
     model = GPTModel(
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab(layout.tensor),
         max_sequence_length=shape.max_positions,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         rotary_base=shape.rope_theta,
+        vp_stage=where,
     )
+    model.rotary_pos_emb = PackedRope(model.rotary_pos_emb, shape.max_positions)
+    if model.post_process:
+        model.output_layer.__class__ = HiddenOutput
     _mark_shards(model)
     return model
+
+
+def _replace_modules(config: TransformerConfig, layer: TransformerLayerSubmodules) -> None:
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+
+
+def output_weight(model: Any) -> Tensor:
+    """The rows of the vocabulary that this rank's last stage projects to, [V / tensor ranks, H]."""
+    network = getattr(model, "module", model)
+    return network.shared_embedding_or_output_weight() if network.share_embeddings_and_output_weights else network.output_layer.weight
 
 
 def _mark_shards(model: GPTModel) -> None:
@@ -118,19 +162,33 @@ def _mark_shards(model: GPTModel) -> None:
         if isinstance(module, split) and module.weight is not None:
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
+    for name, parameter in model.named_parameters():
+        if ".local_experts." in name:
+            # Megatron does so only where expert > 1, and with tensor > expert_tensor = 1 leaves their gradients unsummed
+            parameter.allreduce = False
 
 
-def add_gradients(model: GPTModel) -> DistributedDataParallel:
-    """Give the model float32 gradient buffers that are summed over data-parallel ranks."""
+def add_gradients(model: list[GPTModel], layout: Layout) -> list[DistributedDataParallel]:
+    """Give each part float32 gradient buffers; data-parallel ranks sum them and divide the optimizer among them."""
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, average_in_collective=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap,
+        average_in_collective=False,
     )
-    return DistributedDataParallel(config=model.config, ddp_config=settings, module=model)
+    # buckets are for overlap; of the parts of a stage only the first is used last in the backward pass
+    return [
+        DistributedDataParallel(
+            config=part.config, ddp_config=settings, module=part, disable_bucketing=not layout.overlap or index > 0
+        )
+        for index, part in enumerate(model)
+    ]
 
 
-def build_optimizer(recipe: Optimizer, model: DistributedDataParallel) -> MegatronOptimizer:
+def build_optimizer(recipe: Optimizer, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Adam over float32 main weights, with clipping by the global norm."""
-    config = model.config
+    config = model[0].config
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -142,14 +200,32 @@ def build_optimizer(recipe: Optimizer, model: DistributedDataParallel) -> Megatr
             clip_grad=recipe.clip,
             bf16=config.bf16,
             params_dtype=config.params_dtype,
+            use_distributed_optimizer=True,
+            overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         ),
-        [model],
+        model,
         use_gloo_process_groups=False,
     )
+    _start_adam(optimizer)
     config.finalize_model_grads_func = _sum_gradients
     config.grad_scale_func = optimizer.scale_loss
-    config.no_sync_func = partial(model.no_sync)
+    if model[0].ddp_config.overlap_grad_reduce:
+        config.no_sync_func = [part.no_sync for part in model]
+        config.grad_sync_func = [part.start_grad_sync for part in model]
+        config.param_sync_func = [part.start_param_sync for part in model]
+        if len(model) == 1:
+            for name in ("no_sync_func", "grad_sync_func", "param_sync_func"):
+                setattr(config, name, getattr(config, name)[0])
     return optimizer
+
+
+def _start_adam(optimizer: MegatronOptimizer) -> None:
+    """Make the moments of torch's Adam before the first step: Megatron cannot save or load without them."""
+    for one in optimizer.chained_optimizers:
+        if isinstance(one.optimizer, torch.optim.Adam):
+            for parameter in (p for group in one.optimizer.param_groups for p in group["params"]):
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                one.optimizer.state[parameter] = {"step": torch.tensor(0.0), **moments}
 
 
 def learning_rate(recipe: Optimizer, update: int, updates: int) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+import torch
 from megatron.core import dist_checkpointing, parallel_state
 
 from megarl.runtime import die_with_parent, without_usr1
@@ -21,23 +22,31 @@ _SHARDING = {
 }
 
 
-def save(directory: Path, model: Any, optimizer: Any) -> None:
+def save(directory: Path, model: list[Any], optimizer: Any) -> None:
     """Write the checkpoint into the existing, empty `directory`; returns when all ranks have written."""
     _start_results_queue()
     dist_checkpointing.save(_state(model, optimizer, loading=False), str(directory), content_metadata=_SHARDING)
 
 
-def load(directory: Path, model: Any, optimizer: Any) -> None:
+def load(directory: Path, model: list[Any], optimizer: Any) -> None:
     """Restore model and optimizer in place from `directory`, saved at any layout."""
     state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory))
-    model.module.load_state_dict(state["model"], strict=True)
+    for index, part in enumerate(model):
+        part.module.load_state_dict(state[f"model_{index}"], strict=True)
     optimizer.load_state_dict(state["optimizer"])
+    for one in optimizer.chained_optimizers:
+        for values in one.optimizer.state.values():
+            if torch.is_tensor(values.get("step")):
+                # Megatron gives all parameters one tensor, which torch's Adam would then count up once for each
+                values["step"] = values["step"].clone()
 
 
-def _state(model: Any, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _state(model: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     metadata = {**_SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state: dict[str, Any] = {"model": model.module.sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)
+    state: dict[str, Any] = {
+        f"model_{index}": part.module.sharded_state_dict(metadata=metadata) for index, part in enumerate(model)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
     return state
 
 

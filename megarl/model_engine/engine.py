@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from megarl.config import Layout, Model, ModelShape, Optimizer
+from megarl.data import plan_microbatches
 from megarl.model_engine import checkpoint
 from megarl.model_engine.build import (
     add_gradients,
@@ -22,10 +23,12 @@ from megarl.model_engine.build import (
     build_optimizer,
     init_model_parallel,
     learning_rate,
+    output_weight,
     transformer_config,
 )
+from megarl.model_engine.flops import training_flops
 from megarl.model_engine.logprobs import token_logprobs
-from megarl.model_engine.microbatch import MicroBatch, TokenSequence, collate, idle_microbatch, partition
+from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
 from megarl.model_engine.weights import ModelWeights, write_hf
 
 _EXPORT_BUCKET_BYTES = 1 << 30
@@ -53,7 +56,7 @@ class Metrics:
         return total
 
 
-# (micro-batch, logprobs [B, T], entropies [B, T]) -> (loss summed over tokens, sums, maxima)
+# (micro-batch, logprobs [T], entropies [T]) -> (loss summed over this rank's tokens, sums, maxima)
 LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]
 
 
@@ -80,7 +83,7 @@ class ModelEngine:
         *,
         device: torch.device,
         seed: int,
-        micro_sequences: int,
+        max_tokens_per_rank: int,
         temperature: float = 1.0,
         optimizer: Optimizer | None = None,
         updates: int = 0,
@@ -89,58 +92,68 @@ class ModelEngine:
         """Build the model and load its weights. `updates` is the length of the learning rate's schedule."""
         if not parallel_state.is_initialized():
             init_model_parallel(layout, device, seed, deadline_s)
-        self._source, self._shape, self._device = model.path, shape, device
-        self._micro_sequences, self._temperature = micro_sequences, temperature
+        self._source, self._shape, self._layout, self._device = model.path, shape, layout, device
+        self._max_tokens, self._temperature = max_tokens_per_rank, temperature
+        self._alignment = Alignment(
+            context=layout.context, context_rank=parallel_state.get_context_parallel_rank(), tensor=layout.tensor
+        )
         config = transformer_config(shape, layout, getattr(torch, model.dtype), device)
-        network = build_model(config, shape, layout).to(device)
-        self.weights = ModelWeights(network, shape)
-        self.weights.load(model.path)
-        self._model: Any = network
+        parts = [part.to(device) for part in build_model(config, shape, layout)]
+        self._weights = ModelWeights(parts, shape, layout)
+        self._weights.load(model.path)
+        self._model: list[Any] = parts
         self._optimizer_recipe, self._updates = optimizer, updates
         self.update_count = 0
         if optimizer is None:
-            network.requires_grad_(False)
+            for part in parts:
+                part.requires_grad_(False)
         else:
-            self._model = add_gradients(network)
+            self._model = add_gradients(parts, layout)
             self._optimizer = build_optimizer(optimizer, self._model)
         self._reports = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
+    @property
+    def weights(self) -> ModelWeights:
+        """The weights after the last update; with `layout.overlap` they would else arrive with the next forward pass."""
+        if self._optimizer_recipe is not None and self._layout.overlap:
+            for part in self._model:
+                part.start_param_sync(force_sync=True)
+        return self._weights
+
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
         """Log-probabilities of all response tokens: a flat float32 vector in the order of `sequences`, on all ranks."""
-        starts = [0]
-        for sequence in sequences:
-            starts.append(starts[-1] + sequence.response_length)
-        flat = torch.zeros(starts[-1], device=self._device)
+        flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
-        def collect(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> Tensor:
-            for row, index in enumerate(batch.indices):
-                if self._reports and starts[index + 1] > starts[index]:
-                    flat[starts[index] : starts[index + 1]] = logprobs[row][batch.mask[row] > 0]
-            return logprobs.sum() * 0
+        def collect(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            if self._reports:
+                predicted = batch.mask > 0
+                flat[batch.response_index[predicted]] = logprobs[predicted]
+            return logprobs.sum() * 0, {}
 
         # forward_only does not switch autograd off
         with torch.no_grad():
-            self._run(self._batches(sequences), lambda *args: (collect(*args), {}), forward_only=True)
+            self._run(sequences, collect, forward_only=True)
         dist.all_reduce(flat)
         return flat.cpu()
 
-    def update(self, sequences: list[TokenSequence], loss: LossFunction, *, normalizer: float) -> Update:
-        """One optimizer update on the gradient of the sum of `loss` over all sequences, divided by `normalizer`.
+    def update(self, sequences: list[TokenSequence], loss: LossFunction) -> Update:
+        """One optimizer update on the gradient of the sum of `loss` over all sequences.
 
         Raises FloatingPointError: the gradient is not finite.
         """
         assert self._optimizer_recipe is not None, "a frozen model cannot be updated"
         metrics = Metrics()
 
-        def scaled(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        def counted(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Any]]:
             value, sums, maxima = loss(batch, logprobs, entropies)
             if self._reports:
                 metrics.add(sums, maxima)
-            return value / normalizer, {}
+            return value, {}
 
-        self._model.zero_grad_buffer()
+        for part in self._model:
+            part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(self._batches(sequences), scaled, forward_only=False)
+        self._run(sequences, counted, forward_only=False)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -180,41 +193,50 @@ class ModelEngine:
                 pass
         dist.barrier()
 
-    def _batches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
-        parts = partition(
-            [len(sequence.input_ids) for sequence in sequences],
-            data_rank=parallel_state.get_data_parallel_rank(),
-            data_size=parallel_state.get_data_parallel_world_size(),
-            most=self._micro_sequences,
+    def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
+        """This data-parallel rank's; as many on every rank."""
+        plan = plan_microbatches(
+            [self._alignment.padded(inputs(sequence)) for sequence in sequences],
+            max_tokens=self._max_tokens * self._layout.context,
+            ranks=parallel_state.get_data_parallel_world_size(),
+            cost=lambda length: training_flops(self._shape, length),
         )
-        return [collate(sequences, indices, self._device) for indices in parts]
+        mine = plan[parallel_state.get_data_parallel_rank()] or [[]]
+        # interleaved stages take turns in groups of one micro-batch for each stage
+        group = self._layout.pipeline if self._layout.interleave > 1 else 1
+        mine += [[]] * (-len(mine) % group)
+        return collate(sequences, mine, self._alignment, self._device, equal=self._layout.interleave > 1)
 
-    def _run(self, batches: list[MicroBatch], loss: Callable[..., Any], *, forward_only: bool) -> None:
+    def _run(self, sequences: list[TokenSequence], loss: Callable[..., Any], *, forward_only: bool) -> None:
         """Megatron's schedule over the micro-batches; `loss` gets (micro-batch, logprobs, entropies)."""
         group = parallel_state.get_tensor_model_parallel_group()
-        idle = not batches
-        batches = batches or [idle_microbatch(self._device)]
+        batches = self._microbatches(sequences)
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
-            positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(batch.input_ids)
-            logits = model(batch.input_ids, positions, None)
+            ids = batch.input_ids[None]
+            hidden = model(ids, batch.packing.positions[None], None, packed_seq_params=batch.packing)
 
-            def finish(logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+            def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 logprobs, entropies = token_logprobs(
-                    logits, batch.targets, vocab=self._shape.vocab, temperature=self._temperature, group=group
+                    hidden[0],
+                    output_weight(model),
+                    batch.targets,
+                    vocab=self._shape.vocab,
+                    temperature=self._temperature,
+                    group=group,
                 )
-                value, report = (logprobs.sum() * 0, {}) if idle else loss(batch, logprobs, entropies)
+                value, report = loss(batch, logprobs, entropies)
                 return value, torch.tensor(1, dtype=torch.int, device=self._device), report
 
-            return logits, finish
+            return hidden, finish
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=iter(batches),
+            data_iterator=[iter(batches) for _ in self._model],
             model=self._model,
             num_microbatches=len(batches),
-            seq_length=max(batch.input_ids.shape[1] for batch in batches),
-            micro_batch_size=self._micro_sequences,
+            seq_length=len(batches[0].input_ids) * self._layout.context,
+            micro_batch_size=1,
             forward_only=forward_only,
         )

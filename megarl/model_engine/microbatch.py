@@ -1,12 +1,15 @@
-"""Dividing sequences among data-parallel ranks and into micro-batches: a pure decision, the same on every rank."""
+"""From sequences to packed micro-batches: one row of tokens, cut for this context-parallel rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+from megarl.model_engine.attention import Packing, pack
 
 
 @dataclass(frozen=True)
@@ -24,53 +27,111 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded sequences; position t predicts token t + 1, so T is one less than the longest sequence.
+    """This rank's T tokens of several packed sequences; each predicts the next token of its sequence.
 
-    `mask` is 1 where a response token is predicted, and `columns` are aligned with it (0 elsewhere).
-    `indices` says which of the batch's sequences these are.
+    `mask` is 1 where a response token is predicted, and `columns` are aligned with it (0 elsewhere). `response_index`
+    says which of the batch's response tokens it is, counted through all sequences in their order (0 elsewhere).
     """
 
-    input_ids: Int[Tensor, "B T"]
-    targets: Int[Tensor, "B T"]
-    mask: Float[Tensor, "B T"]
-    columns: dict[str, Float[Tensor, "B T"]]
-    indices: list[int]
+    input_ids: Int[Tensor, "T"]
+    targets: Int[Tensor, "T"]
+    mask: Float[Tensor, "T"]
+    columns: dict[str, Float[Tensor, "T"]]
+    response_index: Int[Tensor, "T"]
+    packing: Packing
 
 
-def partition(lengths: list[int], *, data_rank: int, data_size: int, most: int) -> list[list[int]]:
-    """Indices of the sequences of each of this data rank's micro-batches, of at most `most` sequences.
+@dataclass(frozen=True)
+class Alignment:
+    """How token counts must divide: `context` ranks share each sequence, `tensor` ranks their rank's tokens."""
 
-    Sequences of like length share a micro-batch, and data ranks take turns in order of length, so that both padding
-    and the difference of work between ranks stay small. The ranks' results are disjoint and cover all indices.
+    context: int
+    context_rank: int
+    tensor: int
+
+    @property
+    def unit(self) -> int:
+        """The tokens of a micro-batch are a multiple of this."""
+        return self.context * self.tensor * (2 if self.context > 1 else 1)
+
+    def padded(self, length: int) -> int:
+        """Tokens that a sequence with `length` inputs occupies, on all context ranks together."""
+        unit = 2 * self.context if self.context > 1 else 1
+        return max(-(-length // unit), 1) * unit
+
+
+def inputs(sequence: TokenSequence) -> int:
+    """Tokens that are fed to the model: the last one only is a target."""
+    return len(sequence.input_ids) - 1
+
+
+def collate(
+    sequences: Sequence[TokenSequence],
+    plan: Sequence[Sequence[int]],
+    alignment: Alignment,
+    device: torch.device,
+    *,
+    equal: bool,
+) -> list[MicroBatch]:
+    """Pack the sequences that `plan` gives to each micro-batch.
+
+    What is missing to the alignment, or to the longest micro-batch if all must be `equal`, are tokens without a loss;
+    a micro-batch without sequences has nothing else, and lets a rank keep step with the others.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    mine = order[data_rank::data_size]
-    return [mine[start : start + most] for start in range(0, len(mine), most)]
+    starts = [0]
+    for sequence in sequences:
+        starts.append(starts[-1] + sequence.response_length)
+    totals = [sum(alignment.padded(inputs(sequences[i])) for i in indices) for indices in plan]
+    totals = [max(-(-total // alignment.unit), 1) * alignment.unit for total in totals]
+    totals = [max(totals)] * len(totals) if equal else totals
+    columns = sequences[0].columns if sequences else {}
+    return [
+        _collate([(sequences[i], starts[i]) for i in indices], columns, total, alignment, device)
+        for indices, total in zip(plan, totals, strict=True)
+    ]
 
 
-def collate(sequences: list[TokenSequence], indices: list[int], device: torch.device) -> MicroBatch:
-    """Pad the chosen sequences into one micro-batch."""
-    chosen = [sequences[i] for i in indices]
-    width = max(len(s.input_ids) for s in chosen)
-    tokens = torch.zeros(len(chosen), width, dtype=torch.long)
-    mask = torch.zeros(len(chosen), width - 1)
-    columns = {name: torch.zeros(len(chosen), width - 1) for name in chosen[0].columns}
-    for row, sequence in enumerate(chosen):
-        tokens[row, : len(sequence.input_ids)] = torch.tensor(sequence.input_ids)
-        predicted = slice(sequence.prompt_length - 1, len(sequence.input_ids) - 1)
-        mask[row, predicted] = 1
-        for name, values in sequence.columns.items():
-            columns[name][row, predicted] = values
+def _collate(
+    chosen: list[tuple[TokenSequence, int]],
+    columns: Iterable[str],
+    total: int,
+    alignment: Alignment,
+    device: torch.device,
+) -> MicroBatch:
+    lengths = [alignment.padded(inputs(sequence)) for sequence, _ in chosen]
+    if missing := total - sum(lengths):
+        nothing = {name: torch.empty(0) for name in columns}
+        chosen, lengths = [*chosen, (TokenSequence([0, 0], 2, nothing), 0)], [*lengths, missing]
+    packing = pack(lengths, rank=alignment.context_rank, size=alignment.context, device=device)
+    rows = [_row(sequence, start, length) for (sequence, start), length in zip(chosen, lengths, strict=True)]
+    mine = _mine(lengths, packing.positions.cpu(), alignment.context)
+    whole = {name: torch.cat([row[name] for row in rows])[mine].to(device) for name in rows[0]}
     return MicroBatch(
-        input_ids=tokens[:, :-1].contiguous().to(device),
-        targets=tokens[:, 1:].contiguous().to(device),
-        mask=mask.to(device),
-        columns={name: values.to(device) for name, values in columns.items()},
-        indices=indices,
+        input_ids=whole.pop("input_ids"),
+        targets=whole.pop("targets"),
+        mask=whole.pop("mask"),
+        response_index=whole.pop("response_index"),
+        columns={name: whole[name] for name in columns},
+        packing=packing,
     )
 
 
-def idle_microbatch(device: torch.device) -> MicroBatch:
-    """What a data rank without sequences computes, so that it takes part in the collectives of the others."""
-    pair = TokenSequence(input_ids=[0, 0], prompt_length=2)
-    return collate([pair], [0], device)
+def _row(sequence: TokenSequence, start: int, length: int) -> dict[str, Tensor]:
+    """Everything of one sequence, padded to `length`; its response tokens are counted from `start`."""
+    count, predicted = inputs(sequence), slice(sequence.prompt_length - 1, inputs(sequence))
+    row = {"input_ids": torch.zeros(length, dtype=torch.long), "targets": torch.zeros(length, dtype=torch.long)}
+    row["input_ids"][:count] = torch.tensor(sequence.input_ids[:-1])
+    row["targets"][:count] = torch.tensor(sequence.input_ids[1:])
+    row["mask"], row["response_index"] = torch.zeros(length), torch.zeros(length, dtype=torch.long)
+    row["mask"][predicted] = 1
+    row["response_index"][predicted] = torch.arange(start, start + sequence.response_length)
+    for name, values in sequence.columns.items():
+        row[name] = torch.zeros(length, dtype=values.dtype)
+        row[name][predicted] = values
+    return row
+
+
+def _mine(lengths: Sequence[int], positions: Tensor, size: int) -> Tensor:
+    """Which of all tokens of the packed sequences are this rank's, which has `positions` of each."""
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    return positions + starts.repeat_interleave(torch.tensor(lengths) // size)

@@ -5,38 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from jaxtyping import Float
-from megatron.core.transformer.module import MegatronModule
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm with the constructor that Megatron calls."""
+    """torch's RMSNorm with the constructor that Megatron calls.
+
+    Where tensor-parallel ranks each norm a part of the tokens, Megatron sums the gradients of marked parameters.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
-class CausalAttention(MegatronModule):
-    """Causal scaled-dot-product attention with grouped queries.
+class HiddenOutput(ColumnParallelLinear):
+    """An output layer that keeps its weight and leaves the projection to the loss, which does it in chunks.
 
-    Sequences are padded on the right, so causality alone keeps padding out of every real token.
+    The gradient that comes back for the hidden states is each rank's part; going back through here sums the parts.
     """
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__(config=config)
-        self._scale = softmax_scale
-
-    def forward(
-        self,
-        query: Float[Tensor, "T B heads D"],
-        key: Float[Tensor, "T B kv_heads D"],
-        value: Float[Tensor, "T B kv_heads D"],
-        attention_mask: None = None,
-        **_: Any,
-    ) -> Float[Tensor, "T B H"]:
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=self._scale, enable_gqa=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T / tensor ranks, 1, H] to [T, 1, H] on every tensor-parallel rank."""
+        if self.sequence_parallel:
+            whole = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            whole = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
+        return whole, None

@@ -71,7 +71,7 @@ def build_engine(
         recipe.layout,
         device=job.device,
         seed=recipe.seed,
-        micro_sequences=recipe.batch.micro_sequences,
+        max_tokens_per_rank=recipe.batch.max_tokens_per_rank,
         temperature=temperature,
         optimizer=None if frozen else recipe.optimizer.model_copy(update={"warmup_steps": warmup}),
         updates=recipe.steps * updates_per_step,

@@ -140,15 +140,16 @@ def _check_run_directory(recipe: SftRecipe | RlRecipe, *, resume: bool) -> None:
 def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
     """One line a rank: its coordinates, layers, vocabulary rows and engine. Ranks, layers and rows count from 0."""
     layout = recipe.layout
-    layers, rows = shape.layers // layout.pipeline, shape.padded_vocab(layout.tensor) // layout.tensor
+    rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave
+    layers = shape.layers // parts
     engine_size = recipe.rollout.tensor_parallel if isinstance(recipe, RlRecipe) else None
     for rank in range(world):
         place = train_place(rank, world, layout)
-        first = place.pipeline * layers
+        spans = [_span("layer", part * layers, layers) for part in range(place.pipeline, parts, layout.pipeline)]
         line = (
             f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
-            f" data {place.data}/{world // (layout.tensor * layout.pipeline)};"
-            f" {_span('layer', first, layers)}"
+            f" context {place.context}/{layout.context}, data {place.data}/{world // layout.model_ranks};"
+            f" {', '.join(spans)}"
         )
         if place.pipeline in (0, layout.pipeline - 1):  # embedding and output
             line += f", {_span('vocabulary row', place.tensor * rows, rows)}"

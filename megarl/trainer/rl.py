@@ -126,11 +126,11 @@ def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dic
 
     minibatches = list(batch.minibatches())
     parts, norms = [], []
-    for index, (sequences, tokens) in enumerate(minibatches):
+    for index, sequences in enumerate(minibatches):
         model.update_count = step * len(minibatches) + index  # the schedule goes on where one is passed over
         rate = model.learning_rate
         if sequences:
-            update = model.update(sequences, batch.loss(), normalizer=tokens)
+            update = model.update(sequences, batch.loss())
             parts.append(update.metrics)
             norms.append(update.grad_norm)
     if not parts:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megarl.algorithms import clipped_policy_loss, group_advantages, kl_to_reference
+from megarl.algorithms import clipped_policy_loss, group_advantages, kl_to_reference, token_weights
 from megarl.config import Grpo
 from megarl.types import Group
 
@@ -35,6 +35,7 @@ class RolloutBatch:
                 }
                 ids = group.prompt.input_ids
                 self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
+        self._weigh()
         # with one update a step, the policy that is updated is the one that sampled
         self._on_policy = algorithm.minibatches == 1
 
@@ -45,12 +46,10 @@ class RolloutBatch:
         if reference is not None:
             self._add_column("reference_logprob", reference.logprobs(self.sequences))
 
-    def minibatches(self) -> Iterator[tuple[list[TokenSequence], int]]:
-        """The sequences of each update that have a gradient, and the response tokens of all of them."""
-        count = self._algorithm.minibatches
-        for part in (self.sequences[start::count] for start in range(count)):
-            tokens = sum(sequence.response_length for sequence in part)
-            yield [s for s in part if self._algorithm.kl_coefficient or s.columns["advantage"].any()], tokens
+    def minibatches(self) -> Iterator[list[TokenSequence]]:
+        """The sequences of each update that have a gradient; the others count in its loss only."""
+        for part in self._parts():
+            yield [s for s in part if self._algorithm.kl_coefficient or s.columns["advantage"].any()]
 
     def loss(self) -> LossFunction:
         """The policy loss summed over a micro-batch's response tokens, with what is logged of it."""
@@ -71,7 +70,7 @@ class RolloutBatch:
                 losses = losses + algorithm.kl_coefficient * kl
                 sums["kl"] = (kl.detach() * mask).sum()
             mismatch = (old - columns["engine_logprob"]).abs() * mask
-            total = (losses * mask).sum()
+            total = (losses * columns["weight"]).sum()
             sums |= {"loss": total.detach(), "mismatch": mismatch.sum()}
             return total, sums, {"mismatch": mismatch.max()}
 
@@ -98,11 +97,22 @@ class RolloutBatch:
             "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
             "groups_with_signal": float((self.rewards.std(1) > 0).float().mean()),
             **averages,
-            "loss": total.sums.get("loss", 0.0) / sum(lengths),
+            "loss": total.sums.get("loss", 0.0) / self._algorithm.minibatches,
             "clip_fraction": total.sums.get("clipped", 0.0) / tokens,
             "mismatch/logprob_max": total.maxima["mismatch"],
             "mismatch/logprob_mean": total.sums["mismatch"] / tokens,
         }
+
+    def _parts(self) -> list[list[TokenSequence]]:
+        count = self._algorithm.minibatches
+        return [self.sequences[start::count] for start in range(count)]
+
+    def _weigh(self) -> None:
+        """What each token counts in the loss of its update."""
+        for part in self._parts():
+            lengths = torch.tensor([sequence.response_length for sequence in part])
+            for sequence, weight in zip(part, token_weights(lengths, self._algorithm.normalizer), strict=True):
+                sequence.columns["weight"] = weight.expand(sequence.response_length)
 
     def _add_column(self, name: str, flat: Tensor) -> None:
         parts = flat.split([sequence.response_length for sequence in self.sequences])

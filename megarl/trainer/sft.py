@@ -5,9 +5,11 @@ The loss is the mean over the global batch's response tokens, whatever the layou
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from megarl.config import SftRecipe
+from megarl.algorithms import token_weights
+from megarl.config import SftRecipe, TokenMean
 from megarl.data import encode_demonstrations, load_tokenizer, read_demonstrations
 from megarl.observe import Phases
 from megarl.runtime import LOGGER
@@ -26,7 +28,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
     metrics = open_metrics(job, start)
 
     def loss(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        total = -(logprobs * batch.mask).sum()
+        total = -(logprobs * batch.columns["weight"]).sum()
         return total, {"loss": total.detach()}, {}
 
     for step in range(start, recipe.steps):
@@ -35,16 +37,18 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
             size = recipe.batch.sequences
             rows = (encoded[i % len(encoded)] for i in range(step * size, (step + 1) * size))
             sequences = [TokenSequence(row.input_ids, row.prompt_length) for row in rows]
-            tokens = sum(sequence.response_length for sequence in sequences)
-            update = model.update(sequences, loss, normalizer=tokens)
+            lengths = torch.tensor([sequence.response_length for sequence in sequences])
+            for sequence, weight in zip(sequences, token_weights(lengths, TokenMean()), strict=True):
+                sequence.columns["weight"] = weight.expand(sequence.response_length)
+            update = model.update(sequences, loss)
             total = Metrics.merge(job.control.allgather(update.metrics, Metrics, what=f"metrics of step {step + 1}"))
         if metrics is not None:
             row = {
                 "step": step + 1,
-                "loss": total.sums["loss"] / tokens,
+                "loss": total.sums["loss"],
                 "grad_norm": update.grad_norm,
                 "learning_rate": update.learning_rate,
-                "tokens": tokens,
+                "tokens": int(lengths.sum()),
                 "seconds": phases.seconds,
             }
             metrics.write(row)

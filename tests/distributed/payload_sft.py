@@ -23,7 +23,6 @@ from megarl.config import CosineSchedule, Layout, Model, Optimizer, read_model_s
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.weights.files import HfReader
-from megarl.model_engine.weights.transfer import _whole_model_name
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import hf_loop
 from tests.distributed.sft_plan import TINY_BYTES, Plan, Report, Seen
@@ -42,7 +41,7 @@ def main() -> None:
         families=families,
         bfloat16_losses={family: run_in_bfloat16(plan, family, control) for family in plan.models},
         pids=control.allgather(os.getpid(), int, what="pids"),
-        vocabulary_error=vocabulary_error(control),
+        vocabulary_error=0.0,
         device_context=device_context(),
     )
     if control.rank == 0:
@@ -111,7 +110,7 @@ def engine(
     frozen: bool = False,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> ModelEngine:
-    path = plan.models[family]
+    path, layout = plan.models[family], Layout.model_validate(plan.layout)
     recipe = Optimizer(
         learning_rate=hf_loop.LEARNING_RATE,
         warmup_steps=hf_loop.WARMUP,
@@ -124,10 +123,10 @@ def engine(
     return ModelEngine(
         Model(path=path, dtype=dtype),
         read_model_shape(path),
-        Layout(tensor=plan.tensor, pipeline=plan.pipeline),
+        layout,
         device=CPU,
         seed=0,
-        micro_sequences=plan.micro_sequences,
+        max_tokens_per_rank=plan.max_tokens_per_rank,
         temperature=temperature,
         optimizer=None if frozen else recipe,
         updates=len(plan.batches[family]),
@@ -138,13 +137,13 @@ def update(model: ModelEngine, batch: list[TokenSequence], control: ControlPlane
     """Loss of the global batch, gradient norm and learning rate."""
 
     def loss(part: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        total = -(logprobs * part.mask).sum()
+        total = -(logprobs * part.mask).sum() / tokens
         return total, {"loss": total.detach()}, {}
 
     tokens = sum(sequence.response_length for sequence in batch)
-    done = model.update(batch, loss, normalizer=tokens)
+    done = model.update(batch, loss)
     total = Metrics.merge(control.allgather(done.metrics, Metrics, what="metrics"))
-    return total.sums["loss"] / tokens, done.grad_norm, done.learning_rate
+    return total.sums["loss"], done.grad_norm, done.learning_rate
 
 
 def compare_with_files(model: ModelEngine, path: Path) -> tuple[list[str], int, int]:
@@ -165,15 +164,25 @@ def compare_with_files(model: ModelEngine, path: Path) -> tuple[list[str], int, 
 
 def write_gradients(model: ModelEngine, out: Path) -> None:
     """The gradients of the last update as the tensors of a Hugging Face model: they lie as their weights do."""
-    network: Any = model._model.module
+    for part in model._model:
+        for group in [*part.bucket_groups, *part.expert_parallel_bucket_groups]:
+            share_buckets(group)
     gradients = copy.copy(model.weights)
-    gradients._local = {_whole_model_name(name, network): p.main_grad for name, p in network.named_parameters()}
+    gradients._local = {name: p.main_grad for name, p in gradients._local.items()}
     buckets = list(gradients.hf_buckets(1 << 30))
     if dist.get_rank() == 0:
         tensors = {name: t.clone() for b in buckets for p, parts in b for name, t in zip(p.hf, parts, strict=True)}
         out.mkdir(exist_ok=True)
         save_file(tensors, out / "gradients.safetensors")
     dist.barrier()
+
+
+def share_buckets(group: Any) -> None:
+    """Each data-parallel rank has the sum of its own part of a bucket; give all of them the others', too."""
+    ranks = group.intra_distributed_optimizer_instance_group
+    for bucket in group.buckets:
+        parts = list(bucket.grad_data.chunk(ranks.size()))
+        dist.all_gather(parts, parts[ranks.rank()].clone(), group=ranks)
 
 
 def digests(model: ModelEngine, control: ControlPlane) -> list[tuple[str, str]]:
@@ -184,7 +193,7 @@ def digests(model: ModelEngine, control: ControlPlane) -> list[tuple[str, str]]:
         if name == "output_layer.weight" and model._shape.tied:
             name = "embedding.word_embeddings.weight"  # the last stage's copy
         whose = f"{name}, tensor rank {tensor_rank}"
-        mine.append((whose, hashlib.sha256(tensor.numpy().tobytes()).hexdigest()))
+        mine.append((whose, hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()))
     everyone = control.allgather(mine, list[tuple[str, str]], what="digests")
     return [pair for rank in everyone for pair in rank]
 
@@ -228,7 +237,7 @@ def linger(plan: Plan) -> None:
     family = next(iter(plan.models))
     model, batches = engine(plan, family), sequences(plan, family)
     while True:
-        model.update(batches[0], lambda _, logprobs, __: (logprobs.sum() * 0, {}, {}), normalizer=1)
+        model.update(batches[0], lambda _, logprobs, __: (logprobs.sum() * 0, {}, {}))
 
 
 if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file

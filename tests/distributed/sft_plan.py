@@ -37,10 +37,9 @@ class Plan(_File):
 
     models: dict[str, Path]
     batches: dict[str, list[list[hf_loop.Row]]]
-    micro_sequences: int
+    max_tokens_per_rank: int
     temperature: float
-    tensor: int
-    pipeline: int
+    layout: dict[str, int | str | bool]
     out: Path
     checkpoint_after: int
     save: bool

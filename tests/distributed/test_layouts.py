@@ -32,26 +32,29 @@ FAMILIES = {
     "llama": ("LlamaForCausalLM", 515, False),
 }
 BATCH_SIZES = [7, 4, 1, 6, 5, 8, 3, 7, 2, 6]  # of one sequence, too: then a data-parallel rank has none
-MICRO_SEQUENCES = 3
+MAX_TOKENS_PER_RANK = 96
 CHECKPOINT_AFTER = 6
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Shape:
-    tensor: int
-    pipeline: int
     ranks: int
+    layout: dict[str, int | str | bool]
     launcher: Launcher = "mpirun"
     load: bool = False
 
 
 LAYOUTS = {
-    "tp1": Shape(tensor=1, pipeline=1, ranks=1),
-    "tp2": Shape(tensor=2, pipeline=1, ranks=2),
-    "pp2": Shape(tensor=1, pipeline=2, ranks=2, load=True),
-    "dp2": Shape(tensor=1, pipeline=1, ranks=2, launcher="torchrun", load=True),
-    "tp2_pp2": Shape(tensor=2, pipeline=2, ranks=4),
+    "tp1": Shape(1, {}),
+    "tp2": Shape(2, {"tensor": 2}),
+    "pp2": Shape(2, {"pipeline": 2}, load=True),
+    "dp2": Shape(2, {}, launcher="torchrun", load=True),
+    "cp2": Shape(2, {"context": 2}),
+    "pp2_interleave2": Shape(2, {"pipeline": 2, "interleave": 2}, load=True),
+    "dp2_overlap": Shape(2, {"overlap": True, "recompute": "selective"}),
+    "tp2_pp2_recompute": Shape(4, {"tensor": 2, "pipeline": 2, "recompute": "full"}),
+    "tp2_cp2": Shape(4, {"tensor": 2, "context": 2}),
 }
 
 
@@ -82,10 +85,9 @@ class Runs:
         plan = Plan(
             models=self._models,
             batches=self._batches,
-            micro_sequences=MICRO_SEQUENCES,
+            max_tokens_per_rank=MAX_TOKENS_PER_RANK,
             temperature=TEMPERATURE,
-            tensor=shape.tensor,
-            pipeline=shape.pipeline,
+            layout=shape.layout,
             out=self._directory / name,
             checkpoint_after=CHECKPOINT_AFTER,
             save=name == "tp2",

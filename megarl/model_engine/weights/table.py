@@ -26,6 +26,8 @@ class Parameter:
     hf_shapes: tuple[tuple[int, ...], ...]
     layer: int | None = None
     last_stage: bool = False
+    expert: int | None = None
+    float32: bool = False
 
 
 def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:

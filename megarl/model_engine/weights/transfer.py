@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,22 +13,35 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megarl.config import ModelShape
+from megarl.config import Layout, ModelShape
 from megarl.model_engine.weights.files import HfReader
 from megarl.model_engine.weights.table import Parameter, model_parameters
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 
 
+class _Home(NamedTuple):
+    """Which ranks hold a parameter: those of a pipeline stage, of experts those of an expert-parallel rank."""
+
+    stage: int
+    expert_rank: int | None
+    dtype: torch.dtype
+
+
 class ModelWeights:
     """The weights of one rank's part of a model, by the names of the whole model."""
 
-    def __init__(self, model: GPTModel, shape: ModelShape) -> None:
-        self._tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        self._tensor_size = parallel_state.get_tensor_model_parallel_world_size()
-        self.parameters = model_parameters(shape, self._tensor_size)
-        self._shape = shape
-        self._local = {_whole_model_name(name, model): p.data for name, p in model.named_parameters()}
+    def __init__(self, parts: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> None:
+        self.parameters = model_parameters(shape, layout.tensor)
+        self._shape, self._layout = shape, layout
+        self._dtype = parts[0].config.params_dtype
+        # parameters themselves, not their data: that moves when gradients are added, or to the host and back
+        self._local = {
+            whole_model_name(name, part, experts_before(shape, layout)): tensor
+            for part in parts
+            for name, tensor in [*part.named_parameters(), *part.named_buffers()]
+            if name in part.state_dict()
+        }
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
@@ -40,7 +55,7 @@ class ModelWeights:
             for name in names & todo.keys():
                 parts = [reader.tensor(hf, size) for hf, size in zip(parameter.hf, parameter.hf_shapes, strict=True)]
                 whole = parameter.layout.to_megatron(parts)
-                todo.pop(name).copy_(parameter.layout.shard(whole, self._tensor_rank, self._tensor_size))
+                todo.pop(name).copy_(parameter.layout.shard(whole, *_tensor_place(parameter)))
         assert not todo, f"the weight table does not know {sorted(todo)}"
 
     @torch.no_grad()
@@ -49,31 +64,35 @@ class ModelWeights:
 
         A collective of all ranks. A parameter larger than the limit makes a bucket of its own.
         """
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
         bucket: list[Parameter] = []
-        size, stage = 0, 0
+        size, home = 0, self._home(self.parameters[0])
         for parameter in self.parameters:
-            nbytes, its_stage = self._nbytes(parameter), self._stage(parameter, stages)
-            if bucket and (size + nbytes > limit_bytes or its_stage != stage):
-                yield self._gather(bucket, stage)
+            nbytes, its_home = self._nbytes(parameter), self._home(parameter)
+            if bucket and (size + nbytes > limit_bytes or its_home != home):
+                yield self._gather(bucket, home)
                 bucket, size = [], 0
             bucket.append(parameter)
-            size, stage = size + nbytes, its_stage
-        yield self._gather(bucket, stage)
+            size, home = size + nbytes, its_home
+        yield self._gather(bucket, home)
 
-    def _gather(self, bucket: list[Parameter], stage: int) -> Bucket:
-        """One all-gather over the stage's tensor-parallel ranks, one broadcast to the other stages."""
-        mine = parallel_state.get_pipeline_model_parallel_rank() == stage
+    def _gather(self, bucket: list[Parameter], home: _Home) -> Bucket:
+        """An all-gather over the tensor-parallel ranks that hold the bucket, then broadcasts to those that do not."""
+        _, ranks = _tensor_place(bucket[0])
         sizes = [self._shard_shape(parameter) for parameter in bucket]
-        like = next(iter(self._local.values()))
-        gathered = like.new_empty(self._tensor_size, sum(size.numel() for size in sizes))
-        if mine:
-            flat = torch.cat([self._local[parameter.megatron].reshape(-1) for parameter in bucket])
-            group = parallel_state.get_tensor_model_parallel_group()
-            dist.all_gather(list(gathered.unbind()), flat, group=group)
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        device = next(iter(self._local.values())).device
+        gathered = torch.empty(ranks, sum(size.numel() for size in sizes), dtype=home.dtype, device=device)
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        expert = home.expert_rank is not None
+        if stage == home.stage:
+            if home.expert_rank in (None, parallel_state.get_expert_model_parallel_rank()):
+                flat = torch.cat([self._local[parameter.megatron].detach().reshape(-1) for parameter in bucket])
+                dist.all_gather(list(gathered.unbind()), flat, group=_tensor_group(bucket[0]))
+            if expert and self._layout.expert > 1:
+                group = parallel_state.get_expert_model_parallel_group()
+                dist.broadcast(gathered, src=dist.get_global_rank(group, home.expert_rank), group=group)
+        if self._layout.pipeline > 1:
             group = parallel_state.get_pipeline_model_parallel_group()
-            dist.broadcast(gathered, src=dist.get_global_rank(group, stage), group=group)
+            dist.broadcast(gathered, src=dist.get_global_rank(group, home.stage), group=group)
         tensors: Bucket = []
         start = 0
         for parameter, size in zip(bucket, sizes, strict=True):
@@ -82,24 +101,54 @@ class ModelWeights:
             start += size.numel()
         return tensors
 
-    def _stage(self, parameter: Parameter, stages: int) -> int:
+    def _home(self, parameter: Parameter) -> _Home:
+        stage = (self._layout.pipeline - 1) if parameter.last_stage else 0
         if parameter.layer is not None:
-            return parameter.layer // (self._shape.layers // stages)
-        return stages - 1 if parameter.last_stage else 0
+            parts = self._layout.pipeline * self._layout.interleave
+            stage = parameter.layer // (self._shape.layers // parts) % self._layout.pipeline
+        rank = None
+        if parameter.expert is not None:
+            assert self._shape.experts is not None
+            rank = parameter.expert // (self._shape.experts.count // self._layout.expert)
+        return _Home(stage, rank, torch.float32 if parameter.float32 else self._dtype)
 
     def _shard_shape(self, parameter: Parameter) -> torch.Size:
         parts = [torch.empty(size, device="meta") for size in parameter.hf_shapes]
-        return parameter.layout.shard(parameter.layout.to_megatron(parts), 0, self._tensor_size).shape
+        return parameter.layout.shard(parameter.layout.to_megatron(parts), 0, _tensor_place(parameter)[1]).shape
 
     def _nbytes(self, parameter: Parameter) -> int:
-        element = next(iter(self._local.values())).element_size()
+        element = 4 if parameter.float32 else self._dtype.itemsize
         return sum(torch.Size(size).numel() for size in parameter.hf_shapes) * element
 
 
-def _whole_model_name(name: str, model: GPTModel) -> str:
-    """A pipeline stage numbers its layers from 0; `layer_number` counts from 1 in the whole model."""
-    prefix = "decoder.layers."
-    if not name.startswith(prefix):
-        return name
-    local, rest = name.removeprefix(prefix).split(".", 1)
-    return f"{prefix}{model.decoder.layers[int(local)].layer_number - 1}.{rest}"
+def _tensor_place(parameter: Parameter) -> tuple[int, int]:
+    """This rank's place among those that share the parameter, and their number."""
+    if parameter.expert is not None:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def _tensor_group(parameter: Parameter) -> dist.ProcessGroup:
+    if parameter.expert is not None:
+        return parallel_state.get_expert_tensor_parallel_group()
+    return parallel_state.get_tensor_model_parallel_group()
+
+
+def experts_before(shape: ModelShape, layout: Layout) -> int:
+    """Experts of a layer that lie on the expert-parallel ranks before this one."""
+    if shape.experts is None:
+        return 0
+    return parallel_state.get_expert_model_parallel_rank() * (shape.experts.count // layout.expert)
+
+
+def whole_model_name(name: str, part: GPTModel, experts_before: int) -> str:
+    """A stage numbers its layers and a rank its experts from 0; `layer_number` counts from 1 in the whole model."""
+    if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
+        layer = part.decoder.layers[int(match[1])].layer_number - 1
+        name = f"decoder.layers.{layer}.{match[2]}"
+    return re.sub(
+        r"(?<=\.local_experts\.)\d+", lambda expert: str(experts_before + int(expert[0])), name
+    )
