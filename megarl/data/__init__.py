@@ -1,10 +1,12 @@
-"""What a run is fed: problems and demonstrations from JSON lines, and their token ids through the chat template.
+"""What a run is fed: problems and demonstrations from JSON lines, and their token ids through the chat template,
+and how their lengths divide among ranks.
 
 Used by the trainers and the coordinator, and by the scripts that make the example tasks. Every mistake in a file is a
 DataError that names file and line, found before a GPU is used. Imports no torch.
 """
 
 from megarl.data import carry_addition, sums
+from megarl.data.balance import plan_microbatches
 from megarl.data.chat import load_tokenizer, prompt_ids, response_ids
 from megarl.data.errors import DataError
 from megarl.data.jsonl import Demonstration, Problem, read_demonstrations, read_problems
