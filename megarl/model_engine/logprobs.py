@@ -1,64 +1,193 @@
-"""Log-probabilities and entropies from logits that are split over the vocabulary."""
+"""Log-probabilities and entropies straight from hidden states, with the output matrix split over the vocabulary.
+
+The engine calls `token_logprobs` with what the last layer gives, in place of an output layer. Nothing of the size
+tokens x vocabulary is ever held: the logits of some tokens at a time are made, reduced to a few numbers a token, and
+made again in the backward pass. The idea is that of "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et
+al., 2024, arXiv:2411.09009), in plain PyTorch and over tensor-parallel ranks. It does not reduce the gradient of the
+hidden states over the ranks: the caller's mapping into the tensor-parallel region does.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_BYTES = 256 << 20
+"""The float32 logits of a chunk. Two buffers of this size are alive at the peak, in the backward pass.
+
+A chunk of n tokens does about 6 n operations for each weight in the backward pass, and reads and writes the weight's
+float32 gradient, 8 bytes. GPUs do some 200 operations in the time of a byte, so n should be some hundreds: it is 441
+for 151,936 rows. Smaller buffers would save little beside the gradient itself, and wait for memory.
+"""
 
 
-class _VocabParallel(torch.autograd.Function):
-    """Two all-reduces over [B, T] values instead of a gather of [B, T, V]."""
+class _Split(NamedTuple):
+    """What the function needs to know beside its tensors."""
+
+    vocab: int
+    temperature: float
+    group: dist.ProcessGroup
+    chunk_bytes: int
+
+    def real_rows(self, weight: Tensor) -> Tensor:
+        """This rank's rows without padding, maybe none. What is never multiplied can neither win nor be NaN."""
+        return weight[: max(self.vocab - self.first_row(weight), 0)]
+
+    def first_row(self, weight: Tensor) -> int:
+        return dist.get_rank(self.group) * len(weight)
+
+    def chunks(self, weight: Tensor, tokens: int) -> Iterator[slice]:
+        """Slices of tokens; none on a rank that has padding alone."""
+        rows = len(self.real_rows(weight))
+        if rows:
+            size = max(self.chunk_bytes // (4 * rows), 1)
+            yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Two all-reduces of a few values a token in the forward pass, none in the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, first: int, group: Any) -> tuple[Tensor, Tensor]:
-        peak = logits.amax(-1)
-        dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        shifted = logits - peak[..., None]
-        exp = shifted.exp()
-        local = targets - first
-        inside = (local >= 0) & (local < logits.shape[-1])
-        local = local.clamp(0, logits.shape[-1] - 1)
-        # a masked column is -inf: its probability is 0, and so must be what it adds, where 0 * -inf is NaN
-        target_logit = shifted.gather(-1, local[..., None])[..., 0].where(inside, 0.0)
-        sums = torch.stack([exp.sum(-1), (exp * shifted.clamp_min(-1e30)).sum(-1), target_logit])
-        dist.all_reduce(sums, group=group)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, split: _Split) -> tuple[Tensor, Tensor]:
+        rows, local = split.real_rows(weight), targets - split.first_row(weight)
+        # The least float and not -inf, so that a rank without rows rescales its sums by exp(-huge) = 0 and not by NaN.
+        peak = hidden.new_full((len(hidden),), torch.finfo(torch.float32).min, dtype=torch.float32)
+        sums = hidden.new_zeros((3, len(hidden)), dtype=torch.float32)
+        for chunk in split.chunks(weight, len(hidden)):
+            peak[chunk], sums[:, chunk] = _reduce(_logits(hidden[chunk], rows, split.temperature), local[chunk])
+        highest = peak.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=split.group)
+        total, weighted, target_logit = sums
+        below = peak - highest
+        inside = (local >= 0) & (local < len(rows))
+        scale = below.exp()
+        sums = torch.stack(
+            [total * scale, (weighted + below * total) * scale, (target_logit + below).where(inside, 0.0)]
+        )
+        dist.all_reduce(sums, group=split.group)
         total, weighted, target_logit = sums
         log_total = total.log()
-        probabilities = exp / total[..., None]
         entropy = log_total - weighted / total
-        ctx.save_for_backward(probabilities, local, inside)
-        ctx.mark_non_differentiable(entropy)
+        ctx.split = split
+        ctx.save_for_backward(hidden, weight, targets, highest + log_total, entropy)
+        ctx.set_materialize_grads(False)
         return target_logit - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, local, inside = ctx.saved_tensors
-        result = -probabilities * grad[..., None]
-        result.scatter_add_(-1, local[..., None], (grad * inside)[..., None])
-        return result, None, None, None
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
+        split: _Split = ctx.split
+        rows, local = split.real_rows(weight), targets - split.first_row(weight)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        for chunk in split.chunks(weight, len(hidden)):
+            logits = _logits(hidden[chunk], rows, split.temperature)
+            grad = _logits_grad(
+                logits,
+                local[chunk],
+                log_normalizer[chunk],
+                entropy[chunk],
+                None if grad_logprobs is None else grad_logprobs[chunk],
+                None if grad_entropy is None else grad_entropy[chunk],
+            )
+            del logits  # `grad` overwrote it; in half precision it would stay beside the copy
+            grad = grad.div_(split.temperature).to(hidden.dtype)
+            if hidden_grad is not None:
+                torch.mm(grad, rows, out=hidden_grad[chunk])
+            if weight_grad is not None:
+                _add_product(weight_grad[: len(rows)], grad, hidden[chunk], split.chunk_bytes)
+            del grad  # before the next chunk's logits
+        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+
+
+def _logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
+    """In float32 from a product in the parameters' dtype, as the rollout engine makes them."""
+    return (hidden @ rows.T).float().div_(temperature)
+
+
+def _reduce(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each token: the largest logit; and of logits less that one, sum(exp), sum(exp * logit), and the target's."""
+    peak = logits.amax(-1)
+    logits.sub_(peak[:, None])
+    target_logit = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+    exp = logits.exp()
+    return peak, torch.stack([exp.sum(-1), exp.mul_(logits).sum(-1), target_logit])
+
+
+def _logits_grad(
+    logits: Tensor,
+    local: Tensor,
+    log_normalizer: Tensor,
+    entropy: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """With p the softmax and y the target: d log p_y / d logit_j = [j = y] - p_j, d H / d logit_j = -p_j (log p_j + H).
+
+    The second follows from the first and H = -sum_j p_j log p_j. Overwrites `logits`.
+    """
+    log_p = logits.sub_(log_normalizer[:, None])
+    if grad_entropy is None:
+        assert grad_logprobs is not None
+        grad = log_p.exp_().mul_(-grad_logprobs[:, None])
+    else:
+        p = log_p.exp()
+        offset = grad_entropy * entropy
+        if grad_logprobs is not None:
+            offset = offset + grad_logprobs
+        grad = log_p.mul_(-grad_entropy[:, None]).sub_(offset[:, None]).mul_(p)
+    if grad_logprobs is not None:
+        columns = grad.shape[-1]
+        inside = (local >= 0) & (local < columns)
+        grad.scatter_add_(-1, local.clamp(0, columns - 1)[:, None], (grad_logprobs * inside)[:, None])
+    return grad
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor, most_bytes: int) -> None:
+    """Add grad.T @ hidden to `total`, which is in float32.
+
+    In half precision the product is taken in half precision, where the hardware is fast, and of some rows at a time, so
+    that its own memory is bounded.
+    """
+    if grad.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+        return
+    size = max(most_bytes // (2 * hidden.shape[-1]), 1)
+    for start in range(0, len(total), size):
+        total[start : start + size] += grad[:, start : start + size].T @ hidden
 
 
 def token_logprobs(
-    logits: Float[Tensor, "B T shard"],
-    targets: Int[Tensor, "B T"],
+    hidden: Float[Tensor, "T H"],
+    weight: Float[Tensor, "shard H"],
+    targets: Int[Tensor, " T"],
     *,
     vocab: int,
     temperature: float,
     group: dist.ProcessGroup,
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Log-probability (nats) of each target and entropy (nats, not differentiable) of each position, in float32.
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[Float[Tensor, " T"], Float[Tensor, " T"]]:
+    """Log-probability (nats) of each target, in [0, vocab), and entropy (nats) at each token; float32, differentiable.
 
-    `logits` are this rank's equal part of the padded vocabulary; columns from `vocab` on are padding and get no
-    probability. `group` holds the ranks that share the vocabulary.
+    `weight` is this rank's equal part of the padded vocabulary's output matrix; rows from `vocab` on are padding and
+    get no probability and no gradient. `group` holds the ranks that share the vocabulary, and `hidden` and `targets`
+    are the same on all of them.
+
+    The gradient of `hidden` is this rank's part, from its own rows: the whole one is the sum over `group`, and there is
+    no collective in the backward pass. Pass `hidden` through `copy_to_tensor_model_parallel_region` or
+    `gather_from_sequence_parallel_region`, whose backward passes sum it.
+
+    `chunk_bytes` bounds the float32 logits held at a time; the results do not depend on it but for rounding.
     """
-    size = logits.shape[-1]
-    first = dist.get_rank(group) * size
-    logits = logits.float() / temperature
-    if first + size > vocab:
-        logits = logits.clone()
-        logits[..., max(vocab - first, 0) :] = float("-inf")
-    return _VocabParallel.apply(logits, targets, first, group)
+    split = _Split(vocab=vocab, temperature=temperature, group=group, chunk_bytes=chunk_bytes)
+    return _ChunkedLogprobs.apply(hidden, weight, targets, split)
