@@ -14,8 +14,6 @@ from megarl.data.prompts import PromptSet
 from megarl.data.sequence import Sequence, encode_demonstrations
 from megarl.data.writing import already_prepared, whole_directory, write_rows
 
-from megarl.data.balance import plan_microbatches
-
 __all__ = [
     "DataError",
     "Demonstration",

@@ -1,11 +1,22 @@
 """Megatron: a policy built from a Hugging Face directory, its forward pass, update, weights and checkpoints.
 
-The trainer drives a `ModelEngine`; the checkpoint engine reads its `weights`. Nothing else imports megatron, and this
-room never imports sglang. Megatron's import takes seconds, so it happens where this door is opened.
+The trainer drives a `ModelEngine`; the checkpoint engine reads its `weights`; a benchmark measures `token_logprobs`.
+Nothing else imports megatron, and this room never imports sglang. Megatron's import takes seconds, so it happens where
+this door is opened.
 """
 
 from megarl.model_engine.engine import LossFunction, Metrics, ModelEngine, Update
+from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.microbatch import MicroBatch, TokenSequence
 from megarl.model_engine.weights import ModelWeights
 
-__all__ = ["LossFunction", "Metrics", "MicroBatch", "ModelEngine", "ModelWeights", "TokenSequence", "Update"]
+__all__ = [
+    "LossFunction",
+    "Metrics",
+    "MicroBatch",
+    "ModelEngine",
+    "ModelWeights",
+    "TokenSequence",
+    "Update",
+    "token_logprobs",
+]

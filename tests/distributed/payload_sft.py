@@ -41,7 +41,7 @@ def main() -> None:
         families=families,
         bfloat16_losses={family: run_in_bfloat16(plan, family, control) for family in plan.models},
         pids=control.allgather(os.getpid(), int, what="pids"),
-        vocabulary_error=0.0,
+        vocabulary_error=vocabulary_error(control),
         device_context=device_context(),
     )
     if control.rank == 0:
@@ -206,21 +206,24 @@ def vocabulary_error(control: ControlPlane) -> float:
     vocab, rank, world = 5, control.rank, control.world
     shard = -(-vocab // world)
     generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(2, 6, shard * world, generator=generator)
-    targets = torch.randint(vocab, (2, 6), generator=generator)
-    exact = logits[..., :vocab].double().requires_grad_()
-    log_softmax = torch.log_softmax(exact, -1)
-    expected = log_softmax.gather(-1, targets[..., None])[..., 0]
-    expected.square().sum().backward()
-    whole_gradient = torch.nn.functional.pad(exact.grad, (0, shard * world - vocab))
-    mine = logits[..., rank * shard : (rank + 1) * shard].clone().requires_grad_()
+    hidden = torch.randn(12, 8, generator=generator).requires_grad_()
+    weight = 0.3 * torch.randn(shard * world, 8, generator=generator)
+    targets = torch.randint(vocab, (12,), generator=generator)
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    log_p = torch.log_softmax(exact_hidden @ exact_weight[:vocab].T, -1)
+    expected, expected_entropies = log_p.gather(-1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    (expected.square() + expected_entropies.square()).sum().backward()
+    mine = slice(rank * shard, (rank + 1) * shard)
+    part = weight[mine].clone().requires_grad_()
     group: Any = dist.group.WORLD
-    logprobs, entropies = token_logprobs(mine, targets, vocab=vocab, temperature=1.0, group=group)
-    logprobs.square().sum().backward()
+    logprobs, entropies = token_logprobs(hidden, part, targets, vocab=vocab, temperature=1.0, group=group)
+    (logprobs.square() + entropies.square()).sum().backward()
+    dist.all_reduce(hidden.grad, group=group)
     differences = [
         logprobs - expected,
-        entropies + (log_softmax.exp() * log_softmax).sum(-1),
-        mine.grad - whole_gradient[..., rank * shard : (rank + 1) * shard],
+        entropies - expected_entropies,
+        hidden.grad - exact_hidden.grad,
+        part.grad - exact_weight.grad[mine],
     ]
     largest = torch.stack([difference.detach().abs().max().nan_to_num(1e9) for difference in differences]).max()
     return max(control.allgather(float(largest), float, what="vocabulary errors"))

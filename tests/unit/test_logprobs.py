@@ -1,20 +1,28 @@
-"""Log-probabilities of one rank that holds the whole vocabulary, against log_softmax in float64.
-
-What several ranks make of their parts is compared in tests/distributed/test_layouts.py.
-"""
+"""Log-probabilities and entropies from hidden states, against log_softmax in float64; on one, two and four ranks."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
+from torch.profiler import ProfilerActivity, profile
 
 from megarl.model_engine.logprobs import token_logprobs
 
-VOCAB, PADDED = 11, 16
+VOCAB, PADDED, TOKENS, HIDDEN = 11, 16, 7, 5
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Hidden states, weight and targets."""
+
+Values = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies."""
 
 
 @pytest.fixture(scope="module")
@@ -25,62 +33,178 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def logits_and_targets(scale: float) -> tuple[Tensor, Tensor]:
-    """Logits with columns of padding that would win every softmax."""
+def inputs(scale: float = 1.0, *, tokens: int = TOKENS, vocab: int = VOCAB, padded: int = PADDED) -> Inputs:
+    """Whatever touches the rows of padding becomes NaN."""
     generator = torch.Generator().manual_seed(5)
-    logits = scale * torch.randn(3, 7, PADDED, generator=generator)
-    logits[..., VOCAB:] = 100.0 * scale
-    return logits, torch.randint(VOCAB, (3, 7), generator=generator)
+    hidden = scale * torch.randn(tokens, HIDDEN, generator=generator)
+    weight = torch.randn(padded, HIDDEN, generator=generator)
+    weight[vocab:] = float("nan")
+    return hidden.requires_grad_(), weight.requires_grad_(), torch.randint(vocab, (tokens,), generator=generator)
 
 
-def expected(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    log_softmax = torch.log_softmax(logits[..., :VOCAB].double() / temperature, -1)
-    entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-    return log_softmax.gather(-1, targets[..., None])[..., 0], entropy
+def exact(given: Inputs, *, vocab: int = VOCAB, temperature: float = 1.0) -> tuple[Inputs, Values]:
+    """The inputs in float64, and the log-probabilities and entropies that torch makes of them."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in given[:2])
+    log_p = torch.log_softmax(hidden @ weight[:vocab].T / temperature, -1)
+    logprobs = log_p.gather(-1, given[2][:, None])[:, 0]
+    return (hidden, weight, given[2]), (logprobs, -(log_p.exp() * log_p).sum(-1))
 
 
+def weighted_sum(values: Values, used: str = "logprobs+entropies") -> Tensor:
+    """Another weight for each token; what is not used gets no gradient at all."""
+    weights = torch.linspace(-1, 2, len(values[0]))
+    terms = {"logprobs": values[0] * weights, "entropies": values[1] * (0.5 - weights)}
+    return torch.stack([terms[name].sum() for name in used.split("+")]).sum()
+
+
+def grad(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+@pytest.mark.parametrize("used", ["logprobs", "entropies", "logprobs+entropies"])
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 7, 1000])
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
-@pytest.mark.parametrize("scale", [0.01, 1.0, 50.0])
-def test_values_entropies_and_gradient(group: dist.ProcessGroup, scale: float, temperature: float) -> None:
-    logits, targets = logits_and_targets(scale)
-    logits.requires_grad_()
-    exact = logits.detach().clone().requires_grad_()
-    logprobs, entropies = token_logprobs(logits, targets, vocab=VOCAB, temperature=temperature, group=group)
-    want_logprobs, want_entropies = expected(exact, targets, temperature)
-    close = {"rtol": 1e-5, "atol": 2e-6 * max(scale, 1), "check_dtype": False}
-    torch.testing.assert_close(logprobs, want_logprobs, **close)
-    torch.testing.assert_close(entropies, want_entropies, **close)
-    weights = torch.linspace(-1, 2, 21).view(3, 7)
-    (logprobs * weights).sum().backward()
-    (want_logprobs * weights).sum().backward()
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad, exact.grad, rtol=1e-5, atol=2e-6 / temperature)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_values_and_gradients(
+    group: dist.ProcessGroup, scale: float, temperature: float, chunk_tokens: int, used: str
+) -> None:
+    given = inputs(scale)
+    chunk_bytes = chunk_tokens * 4 * VOCAB
+    values = token_logprobs(*given, vocab=VOCAB, temperature=temperature, group=group, chunk_bytes=chunk_bytes)
+    wanted, want_values = exact(given, temperature=temperature)
+    atol = 4e-6 * max(scale / temperature, 1)
+    for value, want in zip(values, want_values, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-5, atol=atol, check_dtype=False)
+    weighted_sum(values, used).backward()
+    weighted_sum(want_values, used).backward()
+    atol *= max(scale, 1) / min(temperature, 1)  # logits' gradients are multiplied by weight or hidden states
+    for got, want in zip(given[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(grad(got)[:VOCAB], grad(want)[:VOCAB], rtol=1e-5, atol=atol, check_dtype=False)
+    assert not grad(given[1])[VOCAB:].any(), "padding gets no gradient"
 
 
-def test_padding_gets_no_probability_and_no_gradient(group: dist.ProcessGroup) -> None:
-    logits, _ = logits_and_targets(1.0)
-    logits.requires_grad_()
-    before = logits.detach().clone()
-    every_token = torch.arange(VOCAB).view(1, 1, -1).expand(3, 7, -1)
-    columns = logits.repeat_interleave(VOCAB, 1)
-    logprobs, _ = token_logprobs(columns, every_token.flatten(1), vocab=VOCAB, temperature=1.0, group=group)
-    torch.testing.assert_close(logprobs.exp().view(3, 7, VOCAB).sum(-1), torch.ones(3, 7))
+def test_a_published_vocabulary_over_a_padded_one(group: dist.ProcessGroup) -> None:
+    vocab = 151_669
+    given = inputs(vocab=vocab, padded=152_064)
+    values = token_logprobs(*given, vocab=vocab, temperature=1.0, group=group, chunk_bytes=3 * 4 * vocab)
+    wanted, want_values = exact(given, vocab=vocab)
+    for value, want in zip(values, want_values, strict=True):
+        torch.testing.assert_close(value, want, rtol=1e-6, atol=1e-5, check_dtype=False)
+    weighted_sum(values).backward()
+    weighted_sum(want_values).backward()
+    # A float32 product over so many rows is no better: that of torch's own log_softmax errs as much.
+    torch.testing.assert_close(grad(given[0]), grad(wanted[0]), rtol=0, atol=2e-3, check_dtype=False)
+    torch.testing.assert_close(grad(given[1])[:vocab], grad(wanted[1])[:vocab], rtol=1e-4, atol=1e-5, check_dtype=False)
+
+
+def test_probabilities_sum_to_one_and_the_inputs_are_not_written_to(group: dist.ProcessGroup) -> None:
+    hidden, weight, _ = inputs(vocab=VOCAB)
+    before = hidden.detach().clone(), weight.detach().clone()
+    repeated, every_token = hidden.repeat_interleave(VOCAB, 0), torch.arange(VOCAB).repeat(TOKENS)
+    logprobs, _ = token_logprobs(repeated, weight, every_token, vocab=VOCAB, temperature=1.0, group=group)
+    torch.testing.assert_close(logprobs.exp().view(TOKENS, VOCAB).sum(-1), torch.ones(TOKENS))
     logprobs.sum().backward()
-    assert logits.grad is not None
-    assert logits.grad.isfinite().all()
-    assert not logits.grad[..., VOCAB:].any()
-    assert torch.equal(logits.detach(), before), "the caller's logits are not written to"
+    torch.testing.assert_close((hidden.detach(), weight.detach()), before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_vocabulary_without_padding_and_half_precision(group: dist.ProcessGroup) -> None:
-    logits, targets = logits_and_targets(1.0)
-    logits = logits[..., :VOCAB].bfloat16()
-    logprobs, entropies = token_logprobs(logits, targets, vocab=VOCAB, temperature=1.0, group=group)
-    assert logprobs.dtype == entropies.dtype == torch.float32
-    torch.testing.assert_close(logprobs, expected(logits, targets, 1.0)[0].float())
+@pytest.mark.parametrize("chunk_bytes", [50, 1 << 20])
+def test_bfloat16_follows_float32(group: dist.ProcessGroup, chunk_bytes: int) -> None:
+    """Logits are rounded to 8 bits, as the rollout engine's are: those of about 4 by 0.01."""
+    hidden, weight, targets = inputs()
+    given = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_(), targets
+    values = token_logprobs(*given, vocab=VOCAB, temperature=1.0, group=group, chunk_bytes=chunk_bytes)
+    wanted, want_values = exact(given)
+    for value, want in zip(values, want_values, strict=True):
+        assert value.dtype == torch.float32
+        torch.testing.assert_close(value, want, rtol=0, atol=0.03, check_dtype=False)
+    weighted_sum(values).backward()
+    weighted_sum(want_values).backward()
+    for got, want in zip(given[:2], wanted[:2], strict=True):
+        assert grad(got).dtype == torch.bfloat16
+        largest = float(grad(want).nan_to_num().abs().max())
+        torch.testing.assert_close(
+            grad(got)[:VOCAB], grad(want)[:VOCAB], rtol=0, atol=0.02 * largest, check_dtype=False
+        )
 
 
-def test_the_entropy_takes_no_gradient(group: dist.ProcessGroup) -> None:
-    logits, targets = logits_and_targets(1.0)
-    _, entropies = token_logprobs(logits.requires_grad_(), targets, vocab=VOCAB, temperature=1.0, group=group)
-    assert not entropies.requires_grad
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(group: dist.ProcessGroup, tokens: int) -> None:
+    given = inputs(tokens=tokens)
+    values = token_logprobs(*given, vocab=VOCAB, temperature=1.0, group=group)
+    wanted, want_values = exact(given)
+    for value, want in zip(values, want_values, strict=True):
+        assert value.shape == (tokens,)
+        torch.testing.assert_close(value, want, check_dtype=False)
+    weighted_sum(values).backward()
+    weighted_sum(want_values).backward()
+    torch.testing.assert_close(grad(given[0]), grad(wanted[0]), rtol=1e-5, atol=1e-6, check_dtype=False)
+    torch.testing.assert_close(grad(given[1])[:VOCAB], grad(wanted[1])[:VOCAB], rtol=1e-5, atol=1e-6, check_dtype=False)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_input_costs_no_gradient_and_leaves_the_others(group: dist.ProcessGroup, frozen: int) -> None:
+    whole, part = inputs(), inputs()
+    part[frozen].requires_grad_(False)
+    for given in (whole, part):
+        token_logprobs(*given, vocab=VOCAB, temperature=0.7, group=group)[0].sum().backward()
+    assert part[frozen].grad is None
+    assert torch.equal(grad(part[1 - frozen]), grad(whole[1 - frozen]))
+
+
+def test_nothing_is_kept_without_grad(group: dist.ProcessGroup) -> None:
+    with torch.no_grad():
+        logprobs, entropies = token_logprobs(*inputs(), vocab=VOCAB, temperature=1.0, group=group)
+    assert logprobs.grad_fn is None
+    assert entropies.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_and_collectives_do_not_grow_with_chunks(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    """The peak is the gradients, two chunks of float32 logits, and a few numbers a token."""
+    vocab, tokens, chunk_bytes = 4096, 512, 8 * 4 * 4096
+    hidden, weight = (torch.randn(rows, 4, dtype=dtype).requires_grad_() for rows in (tokens, vocab))
+    targets = torch.randint(vocab, (tokens,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        values = token_logprobs(
+            hidden, weight, targets, vocab=vocab, temperature=0.9, group=group, chunk_bytes=chunk_bytes
+        )
+        weighted_sum(values).backward()
+    assert seen.profiler is not None
+    assert seen.profiler.kineto_results is not None
+    events = seen.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    peak = max(accumulate(change for _, change in changes))
+    gradients = 4 * weight.numel() + hidden.nbytes + (weight.nbytes if dtype != torch.float32 else 0)
+    most = gradients + 2 * chunk_bytes + 100 * tokens
+    assert chunk_bytes < peak <= most, f"{peak / chunk_bytes:.2f} chunks"
+    assert sum(event.name() == "c10d::allreduce_" for event in events) == 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_parts_agree_with_the_whole(ranks: int, tmp_path: Path) -> None:
+    """Of 5 tokens in rows of two, the last of four ranks has padding alone."""
+    # Only the server pays for importing torch and Megatron; the ranks are forked from it.
+    multiprocessing.set_forkserver_preload(["megarl.model_engine.logprobs"])
+    start_processes(compare_rank, (ranks, tmp_path / "store"), nprocs=ranks, start_method="forkserver")
+
+
+def compare_rank(rank: int, ranks: int, store: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), ranks), rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    vocab = 5
+    shard = -(-vocab // ranks)
+    mine = slice(rank * shard, (rank + 1) * shard)
+    hidden, weight, targets = inputs(3.0, vocab=vocab, padded=ranks * shard)
+    wanted, want_values = exact((hidden, weight, targets), vocab=vocab, temperature=0.6)
+    part = weight.detach()[mine].clone().requires_grad_()
+    values = token_logprobs(
+        hidden, part, targets, vocab=vocab, temperature=0.6, group=dist.group.WORLD, chunk_bytes=3 * 4 * shard
+    )
+    weighted_sum(values).backward()
+    weighted_sum(want_values).backward()
+    dist.all_reduce(grad(hidden))
+    got = [*values, grad(hidden), grad(part)]
+    for tensor, want in zip(got, [*want_values, grad(wanted[0]), grad(wanted[1])[mine]], strict=True):
+        torch.testing.assert_close(tensor, want, rtol=1e-5, atol=2e-5, check_dtype=False)
+    dist.destroy_process_group()
