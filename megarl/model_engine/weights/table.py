@@ -85,9 +85,9 @@ def _layer(shape: ModelShape, layer: int) -> list[Parameter]:
         gate_up,
         one("mlp.linear_fc2", "mlp.down_proj", Split(dim=1), hidden, ffn),
     ]
-    if shape.family == "qwen2":
+    if shape.qkv_bias:
         parameters.append(attention("bias"))
-    if shape.family == "qwen3":
+    if shape.qk_norm:
         for part in "qk":
             norm = one(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", Replicated(), shape.head_dim)
             parameters.append(norm)
