@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -25,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import CosineSchedule, Layout, ModelShape, Optimizer
 from megarl.model_engine import cpu
+from megarl.model_engine.architecture import make_config, model_arguments
 from megarl.model_engine.modules import CausalAttention, RMSNorm
 
 
@@ -45,22 +45,8 @@ def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Megatron's configuration of the model; fusions that need TransformerEngine or apex are off."""
-    return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.qkv_bias,
-        qk_layernorm=shape.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    return make_config(
+        shape,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         params_dtype=dtype,
@@ -95,13 +81,10 @@ def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
         config=config,
         transformer_layer_spec=block,
         vocab_size=shape.padded_vocab(layout.tensor),
-        max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
+        **model_arguments(shape),
     )
     _mark_shards(model)
     return model

@@ -70,7 +70,7 @@ def _qwen3_moe(config: Fields) -> Extra:
     layers = count(config, "num_hidden_layers")
     step, dense = count(config, "decoder_sparse_step", 1), layer_list(config, "mlp_only_layers", layers)
     experts = Experts(
-        **_expert_counts(config, "num_experts", 128, 8),
+        **_expert_counts(config, 128, 8),
         ffn=count(config, "moe_intermediate_size", 768),
         layers=tuple(layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0),
         normalized=flag(config, "norm_topk_prob"),
@@ -82,7 +82,7 @@ def _mixtral(config: Fields) -> Extra:
     _no_biases(config)
     require(config, "sliding_window", None)
     experts = Experts(
-        **_expert_counts(config, "num_local_experts", 8, 2),
+        **_expert_counts(config, 8, 2),
         ffn=count(config, "intermediate_size"),
         layers=tuple(range(count(config, "num_hidden_layers"))),
     )
@@ -97,7 +97,7 @@ def _deepseek_v2(config: Fields) -> Extra:
         known = "'greedy' and 'group_limited_greedy'"
         raise RecipeError(f"topk_method {method!r:.60} is not supported with this architecture; only {known} are")
     experts = Experts(
-        **_expert_counts(config, "n_routed_experts", 64, None),
+        **_expert_counts(config, 64, None),
         **_leading_dense(config, first_dense=0, shared=2, ffn=1407),
         normalized=False,
         groups=_groups(config, "best") if method == "group_limited_greedy" else None,
@@ -107,7 +107,7 @@ def _deepseek_v2(config: Fields) -> Extra:
 
 def _deepseek_v3(config: Fields) -> Extra:
     experts = Experts(
-        **_expert_counts(config, "n_routed_experts", 256, 8),
+        **_expert_counts(config, 256, 8),
         **_leading_dense(config, first_dense=3, shared=1, ffn=2048, scaling=2.5),
         **_sigmoid(config, n_group=8, topk_group=4),
     )
@@ -116,7 +116,7 @@ def _deepseek_v3(config: Fields) -> Extra:
 
 def _glm4_moe(config: Fields) -> Extra:
     experts = Experts(
-        **_expert_counts(config, "n_routed_experts", 128, 8),
+        **_expert_counts(config, 128, 8),
         **_leading_dense(config, first_dense=1, shared=1, ffn=1408),
         **_sigmoid(config, n_group=1, topk_group=1),
     )
@@ -133,7 +133,7 @@ def _gpt_oss(config: Fields) -> Extra:
     require(config, "attention_bias", True)
     layers = count(config, "num_hidden_layers")
     experts = Experts(
-        **_expert_counts(config, "num_local_experts", 128, 4),
+        **_expert_counts(config, 128, 4),
         ffn=count(config, "intermediate_size"),
         layers=tuple(range(layers)),
         bias=True,
@@ -240,11 +240,16 @@ def _latent(config: Fields) -> Extra:
     }
 
 
-def _expert_counts(config: Fields, field: str, number_of: int, active: int | None) -> Extra:
-    counts = {"count": count(config, field, number_of), "active": count(config, "num_experts_per_tok", active)}
-    if counts["active"] > counts["count"]:
-        raise RecipeError(f"num_experts_per_tok is {counts['active']}, more than {field} {counts['count']}")
-    return counts
+def _expert_counts(config: Fields, experts: int, active: int | None) -> Extra:
+    """transformers takes and writes the number of experts under other names than a family's first files did."""
+    names = [name for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name) is not None]
+    counts = {count(config, name) for name in names} or {experts}
+    if len(counts) > 1:
+        raise RecipeError(f"{' and '.join(names)} are not the same number")
+    total, chosen = counts.pop(), count(config, "num_experts_per_tok", active)
+    if chosen > total:
+        raise RecipeError(f"num_experts_per_tok is {chosen}, but there are only {total} experts")
+    return {"count": total, "active": chosen}
 
 
 def _leading_dense(config: Fields, *, first_dense: int, shared: int, ffn: int, scaling: float = 1.0) -> Extra:

@@ -69,6 +69,8 @@ def _scaling(config: Fields, settings: Fields) -> RopeScaling | None:
 
 def _yarn(settings: Fields, before: int) -> YarnScaling:
     factor = number(settings, "factor")
+    if factor <= 1:
+        raise RecipeError(f"rope type 'yarn' with factor {factor:g} is not supported; expected more than 1")
     # transformers: mscale counts only together with mscale_all_dim, and 0 is as good as none
     both = settings.get("mscale") and settings.get("mscale_all_dim")
     all_dim = number(settings, "mscale_all_dim") if settings.get("mscale_all_dim") else 0.0

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megarl.config import ModelShape
 from megarl.model_engine.weights.files import HfReader
-from megarl.model_engine.weights.table import Parameter, model_parameters
+from megarl.model_engine.weights.parameter import Parameter
+from megarl.model_engine.weights.table import model_parameters
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 
