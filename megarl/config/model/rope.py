@@ -22,7 +22,10 @@ def read_rope(config: Fields, *, theta: float = DEFAULT_THETA, fraction: float =
 
     Raises RecipeError: a type or a value that is not supported.
     """
-    return rope_of(config, section(config, "rope_scaling") | section(config, "rope_parameters"), theta, fraction)
+    older, newer = section(config, "rope_scaling"), section(config, "rope_parameters")
+    if older and newer and older != newer:
+        raise RecipeError("rope_scaling and rope_parameters are both given and differ; keep the one that is meant")
+    return rope_of(config, older or newer, theta, fraction)
 
 
 def rope_of(config: Fields, settings: Fields, theta: float, fraction: float = 1.0) -> Rope:
