@@ -168,7 +168,8 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 def write_model(name: str, directory: Path, *, seed: int = 0, **more: Any) -> PreTrainedModel:
     """Write a random model of the family as transformers does, and return it, in float32 and with plain attention.
 
-    Norms, biases, sinks and routers are moved from their initial values, so that none can be lost unseen.
+    Norms, biases, sinks and routers are moved from their initial values, so that none can be lost unseen. Among
+    processes that form a group, only the first writes.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(family_config(name, **more), attn_implementation="eager").float().eval()

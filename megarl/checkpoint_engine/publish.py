@@ -3,8 +3,7 @@
 Every rank takes part in gathering a bucket; a rank that owns an engine sends it on. After the last bucket the engine's
 checksums must be those of what was sent, and then the version counts as published. (An engine on a GPU hashes by a
 kernel of its own, and some models' parameters have no known place in the engine; there the engines are only compared
-with one another.) Any failure raises, which ends the job: no
-engine goes on with a mixture.
+with one another.) Any failure raises, which ends the job: no engine goes on with a mixture.
 """
 
 from __future__ import annotations
