@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -10,8 +9,8 @@ from megarl.config import ConstantDivisor, SequenceMean, TokenMean
 
 
 def token_weights(
-    lengths: Int[Tensor, "N"], normalizer: TokenMean | SequenceMean | ConstantDivisor
-) -> Float[Tensor, "N"]:
+    lengths: Int[Tensor, " N"], normalizer: TokenMean | SequenceMean | ConstantDivisor
+) -> Float[Tensor, " N"]:
     """Weight of each token of N sequences with `lengths` response tokens each: the loss is the weighted sum.
 
     Computed over the global batch, so that its loss is the same however it is divided. A sequence without response

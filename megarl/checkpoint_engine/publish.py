@@ -2,8 +2,8 @@
 
 Every rank takes part in gathering a bucket; a rank that owns an engine sends it on. After the last bucket the engine's
 checksums must be those of what was sent, and then the version counts as published. (An engine on a GPU hashes by a
-kernel of its own; there the engines are only compared with one another.) Any failure raises, which ends the job: no
-engine goes on with a mixture.
+kernel of its own, and some models' parameters have no known place in the engine; there the engines are only compared
+with one another.) Any failure raises, which ends the job: no engine goes on with a mixture.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def publish(
     Raises PublishError: a checksum differs from what was sent.
     """
     expected: list[dict[str, str]] = [{} for _ in range(engine_ranks)]
+    all_known = True
     if engine is not None:
         engine.begin_update()
     for bucket in source.hf_buckets(BUCKET_BYTES):
@@ -59,6 +60,9 @@ def publish(
         named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
         engine.load_bucket([_serialise(named)] * engine_ranks, version)
         for parameter, parts in bucket if device == "cpu" else []:
+            if parameter.engine is None:
+                all_known = False
+                continue
             for rank, sums in enumerate(expected):
                 sums[parameter.engine] = checksum(parameter.layout.engine_shard(parts, rank, engine_ranks))
     if engine is None:
@@ -66,7 +70,7 @@ def publish(
     engine.end_update()
     found = engine.checksums()
     if device == "cpu":
-        _compare(expected, found, version)
+        _compare(expected, found, version, all_known)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
 
 
@@ -96,7 +100,10 @@ def _serialise(named: Sequence[tuple[str, Tensor]]) -> bytes:
     return pickle.dumps(pairs, protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _compare(expected: list[dict[str, str]], found: list[dict[str, str]], version: WeightVersion) -> None:
+def _compare(
+    expected: list[dict[str, str]], found: list[dict[str, str]], version: WeightVersion, all_known: bool
+) -> None:
+    """`all_known`: the weight table knows every parameter of the engine, so that there must be no others."""
     if len(found) != len(expected):
         raise PublishError(f"version {version}: the engine has {len(found)} ranks, expected {len(expected)}")
     for rank, (want, have) in enumerate(zip(expected, found, strict=True)):
@@ -107,5 +114,5 @@ def _compare(expected: list[dict[str, str]], found: list[dict[str, str]], versio
                 f" {len(wrong)} of {len(want)} parameters, first {wrong[0]}"
             )
         unknown = sorted(have.keys() - want.keys())
-        if unknown:
+        if unknown and all_known:
             raise PublishError(f"version {version}: rank {rank} of the engine has parameters never sent: {unknown[:3]}")

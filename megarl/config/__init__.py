@@ -7,7 +7,21 @@ login node in a fraction of a second.
 from megarl.config.checks import check_recipe
 from megarl.config.errors import RecipeError
 from megarl.config.load import dump_recipe, load_recipe
-from megarl.config.model_shape import ModelShape, read_model_shape
+from megarl.config.model import (
+    Activation,
+    ClampedSwiglu,
+    ExpertGroups,
+    Experts,
+    LatentAttention,
+    LinearScaling,
+    Llama3Scaling,
+    ModelShape,
+    Rope,
+    RopeScaling,
+    Window,
+    YarnScaling,
+    read_model_shape,
+)
 from megarl.config.placement import TrainPlace, engine_leaders, train_place
 from megarl.config.recipe import (
     Checkpoint,
@@ -29,13 +43,20 @@ from megarl.config.recipe import (
 )
 
 __all__ = [
+    "Activation",
     "Checkpoint",
+    "ClampedSwiglu",
     "ConstantDivisor",
     "CosineSchedule",
     "Evaluation",
     "ExactMatch",
+    "ExpertGroups",
+    "Experts",
     "Grpo",
+    "LatentAttention",
     "Layout",
+    "LinearScaling",
+    "Llama3Scaling",
     "MathVerify",
     "Model",
     "ModelShape",
@@ -44,10 +65,14 @@ __all__ = [
     "RewardWorkers",
     "RlRecipe",
     "Rollout",
+    "Rope",
+    "RopeScaling",
     "SequenceMean",
     "SftRecipe",
     "TokenMean",
     "TrainPlace",
+    "Window",
+    "YarnScaling",
     "check_recipe",
     "dump_recipe",
     "engine_leaders",

@@ -8,19 +8,31 @@ from __future__ import annotations
 import math
 
 from megarl.config.errors import RecipeError
-from megarl.config.model_shape import ModelShape
+from megarl.config.model import ModelShape
 from megarl.config.recipe import Layout, RlRecipe, SftRecipe
 
 
 def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
-    problems = [*_layout(recipe, shape, world), *_optimizer(recipe)]
+    problems = [*_model(shape), *_layout(recipe, shape, world), *_optimizer(recipe)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
         problems += _rollout(recipe, shape, world, ranks_per_node)
     if problems:
         raise RecipeError("\n".join(problems))
+
+
+def _model(shape: ModelShape) -> list[str]:
+    """What the configuration reader and the weight tables know, but the model engine does not compute."""
+    missing = {
+        "experts": shape.experts is not None,
+        "latent attention": shape.latent is not None,
+        "windows or sinks": shape.window is not None or shape.sinks,
+        "this activation or these norms": shape.activation != "silu" or shape.unit_norms or shape.post_norms,
+        "rope scaling": shape.rope.scaling is not None,
+    }
+    return [f"model.path: models with {what} cannot be trained" for what, found in missing.items() if found]
 
 
 def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list[str]:

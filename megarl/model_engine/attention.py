@@ -80,9 +80,11 @@ class _Part:
         chunks = torch.arange(length).chunk(2 * size) if size > 1 else (torch.arange(length),)
         self._owners = [min(i, 2 * size - 1 - i) for i in range(len(chunks))]
         self._chunks, self.tokens = chunks, length // size
-        self.positions: Int[Tensor, "T"] = torch.cat([c for c, owner in zip(chunks, self._owners) if owner == rank])
+        self.positions: Int[Tensor, " T"] = torch.cat(
+            [c for c, owner in zip(chunks, self._owners, strict=True) if owner == rank]
+        )
 
-    def keys(self, start: int, local: int) -> Int[Tensor, "L"]:
+    def keys(self, start: int, local: int) -> Int[Tensor, " L"]:
         """Where the whole sequence lies, in its order, among the tokens of all ranks, each of which has `local`."""
         seen: dict[int, int] = {}
         places = []
@@ -106,27 +108,34 @@ def _pad(rows: list[Tensor]) -> Tensor:
 
 
 class PackedRope(torch.nn.Module):
-    """Rotary frequencies for the tokens of a `Packing`, from Megatron's embedding of any kind."""
+    """Rotary frequencies for the tokens of a `Packing`, from Megatron's embeddings of any kind."""
 
-    def __init__(self, embedding: Any, max_positions: int, *, latent: bool = False) -> None:
-        """Multi-head latent attention drops the dimension of the batch before it rotates."""
+    def __init__(self, embeddings: list[Any], max_positions: int, *, latent: bool = False) -> None:
+        """Those of several embeddings come one after the other, for layers that choose among them.
+
+        Multi-head latent attention drops the dimension of the batch before it rotates.
+        """
         super().__init__()
-        self._embedding, self._max_positions, self._latent = embedding, max_positions, latent
+        self._embeddings, self._max_positions, self._latent = embeddings, max_positions, latent
         self._table: Any = None
+        self._factor: list[float] = []
 
-    def get_rotary_seq_len(self, *arguments: Any) -> Int[Tensor, "T"]:
+    def get_rotary_seq_len(self, *arguments: Any) -> Int[Tensor, " T"]:
         """What Megatron hands on to `forward`: instead of a length, the position of each token."""
         return arguments[-1].positions
 
-    def forward(self, positions: Int[Tensor, "T"], **_: Any) -> Any:
+    def forward(self, positions: Int[Tensor, " T"], **_: Any) -> Any:
         """[T, 1, 1, D], or [T, 1, D] where `latent`; of YaRN also the factor of queries and keys."""
         if self._table is None:
-            self._table = self._embedding.get_emb(self._max_positions)
-        positions = positions.clamp_max(self._max_positions - 1)  # padding may lie beyond
-        table, *factor = self._table if isinstance(self._table, tuple) else (self._table,)
-        rows = table.to(positions.device)[positions]
+            found = [embedding.get_emb(self._max_positions) for embedding in self._embeddings]
+            tables, self._factor = [table for table in found if torch.is_tensor(table)], []
+            if not tables:
+                ((table, factor),) = found
+                tables, self._factor = [table], [factor]
+            self._table = torch.cat(tables, -1).to(positions.device)
+        rows = self._table[positions.clamp_max(self._max_positions - 1)]  # padding may lie beyond
         rows = rows.squeeze(1) if self._latent else rows
-        return (rows, *factor) if factor else rows
+        return (rows, *self._factor) if self._factor else rows
 
 
 class PackedAttention(MegatronModule):
@@ -148,9 +157,9 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self._context, self._tensor = pg_collection.cp, pg_collection.tp
         self._scale = softmax_scale if softmax_scale is not None else config.softmax_scale
-        self._window: int | None = None  # keys that a query sees, its own included
+        self.window: int | None = None  # keys that a query sees, its own included
         if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
-            self._window = config.window_size[0] + 1
+            self.window = config.window_size[0] + 1
         # Megatron's name for the logits of the sinks
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
@@ -170,7 +179,9 @@ class PackedAttention(MegatronModule):
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
         if self._context.size() > 1:
             key, value = (
-                gather_from_sequence_parallel_region(x.contiguous(), tensor_parallel_output_grad=True, group=self._context)
+                gather_from_sequence_parallel_region(
+                    x.contiguous(), tensor_parallel_output_grad=True, group=self._context
+                )
                 for x in (key, value)
             )
         outputs = [self._attend(query, key, value, block) for block in packed_seq_params.blocks]
@@ -179,7 +190,7 @@ class PackedAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> Float[Tensor, "rows heads Dv"]:
         q = query[block.queries].transpose(1, 2)
         k, v = (x[block.keys].transpose(1, 2) for x in (key, value))
-        plain = self._window is None and self._context.size() == 1
+        plain = self.window is None and self._context.size() == 1
         mask = None if plain else self._visible(block)
         if self.softmax_offset is not None:
             k, v, mask = self._with_sinks(k, v, self._visible(block))
@@ -192,7 +203,7 @@ class PackedAttention(MegatronModule):
         keys = torch.arange(block.keys.shape[1], device=block.keys.device)
         queries = block.query_positions[:, None, :, None]
         visible = keys <= queries
-        return visible if self._window is None else visible & (keys > queries - self._window)
+        return visible if self.window is None else visible & (keys > queries - self.window)
 
     def _with_sinks(self, key: Tensor, value: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A sink is one more key, whose logit is the head's parameter and whose value is nothing."""

@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -20,13 +19,14 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
 from megarl.config import CosineSchedule, Layout, ModelShape, Optimizer
 from megarl.model_engine import cpu, patches
-from megarl.model_engine.attention import PackedAttention, PackedRope
-from megarl.model_engine.modules import HiddenOutput, RMSNorm
+from megarl.model_engine.architecture import make_config, model_arguments
+from megarl.model_engine.attention import PackedRope
+from megarl.model_engine.modules import HiddenOutput
+from megarl.model_engine.specification import block_specification
 
 
 def init_model_parallel(layout: Layout, device: torch.device, seed: int, deadline_s: float) -> None:
@@ -51,22 +51,8 @@ def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Megatron's configuration of the model; fusions that need TransformerEngine or apex are off."""
-    return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        normalization="RMSNorm",
-        layernorm_epsilon=shape.norm_epsilon,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        add_qkv_bias=shape.family == "qwen2",
-        qk_layernorm=shape.family == "qwen3",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
+    return make_config(
+        shape,
         **_parallelism(layout),
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -84,7 +70,7 @@ def transformer_config(
 
 
 def _parallelism(layout: Layout) -> dict[str, Any]:
-    settings = {
+    settings: dict[str, Any] = {
         "tensor_model_parallel_size": layout.tensor,
         "sequence_parallel": layout.tensor > 1,
         "pipeline_model_parallel_size": layout.pipeline,
@@ -111,44 +97,56 @@ def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) ->
 
 def _build_part(config: TransformerConfig, shape: ModelShape, layout: Layout, part: int) -> GPTModel:
     where = part if layout.interleave > 1 else None
-    block = get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=where
-    )
-    block.layer_norm = RMSNorm
-    for layer in {id(spec): spec for spec in block.layer_specs}.values():
-        _replace_modules(config, layer.submodules)
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block,
+        transformer_layer_spec=block_specification(config, shape, where),
         vocab_size=shape.padded_vocab(layout.tensor),
-        max_sequence_length=shape.max_positions,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
         parallel_output=True,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
         vp_stage=where,
+        **model_arguments(shape),
     )
-    model.rotary_pos_emb = PackedRope(model.rotary_pos_emb, shape.max_positions)
+    _set_rope(model, shape)
     if model.post_process:
         model.output_layer.__class__ = HiddenOutput
+    if model.pre_process and shape.embedding_scale != 1.0:
+        scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype)
+        model.embedding.register_forward_hook(lambda _, __, output: output * scale.to(output.device))
     _mark_shards(model)
     return model
 
 
-def _replace_modules(config: TransformerConfig, layer: TransformerLayerSubmodules) -> None:
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+def _set_rope(model: GPTModel, shape: ModelShape) -> None:
+    if shape.latent is None:
+        own = [model.rotary_pos_emb]
+        if shape.window is not None and shape.window.rope is not None:
+            own.append(
+                RotaryEmbedding(
+                    shape.head_dim,
+                    shape.window.rope.fraction,
+                    rotary_base=shape.window.rope.theta,
+                    use_cpu_initialization=True,
+                )
+            )
+        model.rotary_pos_emb = PackedRope(own, shape.max_positions)
+        return
+    for layer in model.decoder.layers:
+        attention = layer.self_attention
+        attention.rotary_pos_emb = PackedRope([attention.rotary_pos_emb], shape.max_positions, latent=True)
+        attention.kv_layernorm.eps = shape.latent.norm_epsilon
+        if shape.latent.query_rank is not None:
+            attention.q_layernorm.eps = shape.latent.norm_epsilon
 
 
 def output_weight(model: Any) -> Tensor:
     """The rows of the vocabulary that this rank's last stage projects to, [V / tensor ranks, H]."""
     network = getattr(model, "module", model)
-    return network.shared_embedding_or_output_weight() if network.share_embeddings_and_output_weights else network.output_layer.weight
+    return (
+        network.shared_embedding_or_output_weight()
+        if network.share_embeddings_and_output_weights
+        else network.output_layer.weight
+    )
 
 
 def _mark_shards(model: GPTModel) -> None:
@@ -163,8 +161,10 @@ def _mark_shards(model: GPTModel) -> None:
             dim = 1 if isinstance(module, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
     for name, parameter in model.named_parameters():
+        if name.endswith(".softmax_offset"):
+            set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
         if ".local_experts." in name:
-            # Megatron does so only where expert > 1, and with tensor > expert_tensor = 1 leaves their gradients unsummed
+            # layers.py:886 does so only where expert > 1; with tensor > expert_tensor their gradients stay unsummed
             parameter.allreduce = False
 
 

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import megatron.core.tensor_parallel.random as megatron_random
+import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
+import torch._dynamo
 import torch.utils._device as torch_device
 
 _CPU = torch.device("cpu")
@@ -41,6 +43,13 @@ def install() -> None:
     torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
     # optimizer.py:671 and clip_grads.py:167 compare a parameter's type with torch.cuda.FloatTensor
     torch.Tensor.type = _cuda_type(torch.Tensor.type)  # type: ignore[method-assign]
+    # token_dispatcher.py:445, 871 overlap the copying of token counts, and :862 leaves them tensors off CUDA
+    torch.cuda.Stream = torch.cuda.Event = _Nothing  # type: ignore[assignment,misc]
+    torch.cuda.current_stream = _Nothing  # type: ignore[assignment]
+    torch.cuda.stream = contextlib.nullcontext  # type: ignore[assignment]
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_list
+    # router.py:531 compiles a sum, for which a laptop need not have a compiler
+    torch._dynamo.config.disable = True
     # random.py:235, 447: dropout and initialisation draw from per-purpose states of the CUDA generator
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -67,6 +76,23 @@ def _cuda_type(original: Any) -> Any:
         return original(self).replace("torch.", "torch.cuda.", 1)
 
     return type_
+
+
+class _Nothing:
+    """A stream or event of a device that does one thing after the other."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def _nothing(self, *_: Any) -> None: ...
+
+    wait_stream = wait_event = record = wait = synchronize = _nothing
+
+    def record_event(self, *_: Any) -> _Nothing:
+        return _Nothing()
+
+
+def _to_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ class ModelEngine:
 
     @property
     def weights(self) -> ModelWeights:
-        """The weights after the last update; with `layout.overlap` they would else arrive with the next forward pass."""
+        """The weights after the last update, which `layout.overlap` would else leave to the next forward pass."""
         if self._optimizer_recipe is not None and self._layout.overlap:
             for part in self._model:
                 part.start_param_sync(force_sync=True)

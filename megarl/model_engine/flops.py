@@ -12,4 +12,4 @@ def training_flops(shape: ModelShape, length: int) -> float:
     products of length^2 / 2 pairs, three times: Narayanan et al. 2021, arXiv 2104.04473, appendix).
     """
     attention = 6.0 * shape.layers * shape.heads * shape.head_dim * length**2
-    return 6.0 * shape.parameters * length + attention
+    return 6.0 * shape.active_parameters * length + attention

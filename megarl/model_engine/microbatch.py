@@ -33,11 +33,11 @@ class MicroBatch:
     says which of the batch's response tokens it is, counted through all sequences in their order (0 elsewhere).
     """
 
-    input_ids: Int[Tensor, "T"]
-    targets: Int[Tensor, "T"]
-    mask: Float[Tensor, "T"]
-    columns: dict[str, Float[Tensor, "T"]]
-    response_index: Int[Tensor, "T"]
+    input_ids: Int[Tensor, " T"]
+    targets: Int[Tensor, " T"]
+    mask: Float[Tensor, " T"]
+    columns: dict[str, Float[Tensor, " T"]]
+    response_index: Int[Tensor, " T"]
     packing: Packing
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.moe import moe_utils
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
@@ -13,6 +15,10 @@ _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 def install() -> None:
     """Apply the patches; doing so again changes nothing."""
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_with_torch_adam
+    # multi_latent_attention.py:62 says that TransformerEngine is there when it is not, and :185 then fails
+    multi_latent_attention.HAVE_TE = multi_latent_attention.TELinear is not None
+    # moe_utils.py:25 leaves the name undefined where TransformerEngine is missing, and :1192 asks for its value
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
 
 def _set_states_with_torch_adam(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:

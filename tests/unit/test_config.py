@@ -17,6 +17,7 @@ from megarl.config import (
     ModelShape,
     RecipeError,
     RlRecipe,
+    Rope,
     SftRecipe,
     check_recipe,
     dump_recipe,
@@ -302,7 +303,7 @@ WRITTEN_BY_TRANSFORMERS_5 = {name: value for name, value in QWEN3.items() if nam
     "transformers_version": "5.19.0",
     "use_sliding_window": False,
 }
-SHAPE = ModelShape("qwen3", 6, 64, 8, 4, 32, 160, 1001, 1024, 1e-5, 1e6, True)
+SHAPE = ModelShape("qwen3", 6, 64, 8, 4, 32, 160, 1001, 1024, 1e-5, Rope(theta=1e6), True, qk_norm=True)
 
 
 def shape_of(tmp_path: Path, config: Any) -> ModelShape:

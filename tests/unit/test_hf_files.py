@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megarl.model_engine.weights import write_hf
 from megarl.model_engine.weights.files import INDEX, SINGLE, HfReader
+from tests.families import write_model
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0), "c": -torch.arange(5.0)}
 
@@ -86,6 +87,19 @@ def test_a_wrong_shape_is_named_with_both_shapes(directory: Path) -> None:
         HfReader(directory).tensor("a", (3, 2))
 
 
+def test_a_slice_is_read_alone(tmp_path: Path) -> None:
+    stacked = torch.arange(24.0).view(4, 3, 2)
+    save_file({"stacked": stacked}, tmp_path / SINGLE)
+    reader = HfReader(tmp_path)
+    for index in range(4):
+        assert torch.equal(reader.tensor(f"stacked[{index}]", (3, 2)), stacked[index])
+    for name, expected in [("stacked[4]", (3, 2)), ("stacked[0]", (2, 3)), ("stacked[0]", (4, 3, 2))]:
+        with pytest.raises(ValueError, match=r"stacked has shape \(4, 3, 2\), but config\.json says slices of \("):
+            reader.tensor(name, expected)
+    with pytest.raises(ValueError, match=r"tensor other is missing"):
+        reader.tensor("other[0]", (3, 2))
+
+
 def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{tmp_path}: no weights; expected {SINGLE} or {INDEX}"):
         HfReader(tmp_path)
@@ -153,6 +167,23 @@ def test_the_configuration_says_the_type_that_was_written(model: Path, tmp_path:
     write_hf(buckets(tensors), model, tmp_path / "written")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "written", dtype="auto").dtype is torch.bfloat16
     assert json.loads((tmp_path / "written" / "config.json").read_text())[key] == "bfloat16"
+
+
+def test_the_written_type_is_the_models_not_that_of_what_stays_float32(model: Path, tmp_path: Path) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / SINGLE).items()}
+    tensors["router.bias"] = torch.zeros(2)
+    write_hf(buckets(tensors), model, tmp_path / "written")
+    assert json.loads((tmp_path / "written" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_file(tmp_path / "written" / SINGLE)["router.bias"].dtype is torch.float32
+
+
+@pytest.mark.parametrize("kept", [[1], [0, 1, 3, 4, 5, 6, 7]])
+def test_a_missing_slice_is_named(tmp_path: Path, kept: list[int]) -> None:
+    write_model("gpt_oss", tmp_path / "model")
+    slices = [(f"stacked[{index}]", torch.zeros(2)) for index in kept]
+    with pytest.raises(AssertionError, match="slices never came of .'stacked'"):
+        write_hf([slices], tmp_path / "model", tmp_path / "written")
+    assert not (tmp_path / "written").exists()
 
 
 def test_an_older_target_is_replaced_whole(model: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 
 from megarl.checkpoint_engine import PublishError, check_agreement, publish
 from megarl.checkpoint_engine.publish import checksum
-from megarl.config import ModelShape
+from megarl.config import ModelShape, Rope
 from megarl.model_engine.weights import model_parameters
 
-SHAPE = ModelShape("qwen3", 2, 16, 4, 2, 4, 24, 65, 64, 1e-6, 1e4, True)
+SHAPE = ModelShape("qwen3", 2, 16, 4, 2, 4, 24, 65, 64, 1e-6, Rope(), True, qk_norm=True)
 
 
 class Source:
@@ -79,6 +80,16 @@ def test_on_gpus_the_engines_are_compared_with_one_another() -> None:
     with pytest.raises(PublishError, match=r"ranks \[1\] and \[2\]"):
         check_agreement(digests, 3)
     check_agreement(["", digests[1], digests[1]], 3)
+
+
+def test_what_has_no_known_place_in_the_engine_is_not_compared() -> None:
+    """The rest still is: here one parameter of the table has no engine name, and the engine holds it all the same."""
+    source = Source()
+    parameter, parts = source.parameters[0]
+    source.parameters[0] = replace(parameter, engine=None), parts
+    assert publish(source, Engine(2, spoil=parameter.engine), version=1, engine_ranks=2, device="cpu")
+    with pytest.raises(PublishError, match=r"in 1 of 17 .*norm"):
+        publish(source, Engine(2, spoil="model.norm.weight"), version=1, engine_ranks=2, device="cpu")
 
 
 def test_a_rank_without_an_engine_only_takes_part() -> None:

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.model_engine.weights.layouts import GateUp, Layout, QueryKeyValue, Replicated, Split, Vocabulary
+from megarl.model_engine.weights.layouts import (
+    EngineLayout,
+    GateUp,
+    InterleavedGateUp,
+    Layout,
+    QueryKeyValue,
+    Replicated,
+    RopePairs,
+    Split,
+    TransposedInputs,
+    Vocabulary,
+)
 
 fixed = settings(derandomize=True, deadline=None)  # the same examples each time; the machine may be busy
 
@@ -28,7 +39,8 @@ def cases(draw: st.DrawFn) -> Case:
     """A layout, the Hugging Face tensors of one parameter, and a tensor-parallel size that divides it."""
     size, rows, columns = draw(small), draw(small), draw(small)
     trailing = draw(st.sampled_from([(), (columns,)]))
-    match draw(st.sampled_from(["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up"])):
+    kinds = ["replicated", "rows", "columns", "vocabulary", "qkv", "gate_up", "interleaved", "transposed", "pairs"]
+    match draw(st.sampled_from(kinds)):
         case "replicated":
             return Replicated(), numbered((rows, *trailing)), size
         case "rows":
@@ -43,6 +55,14 @@ def cases(draw: st.DrawFn) -> Case:
             heads = kv_heads * queries
             shapes = [(n * head_dim, *trailing) for n in (heads, kv_heads, kv_heads)]
             return QueryKeyValue(heads, kv_heads, head_dim), numbered(*shapes), size
+        case "interleaved":
+            return InterleavedGateUp(), numbered((*trailing, 2 * size * rows)), size
+        case "transposed":
+            return TransposedInputs(), numbered((size * rows, columns)), size
+        case "pairs":
+            rope = 2 * draw(small)
+            period = rope + draw(st.integers(0, 3))
+            return RopePairs(period, rope), numbered((size * rows * period, *trailing)), size
         case _:
             return GateUp(), numbered(*[(size * rows, *trailing)] * 2), size
 
@@ -86,6 +106,8 @@ def test_every_element_lies_in_exactly_one_shard(case: Case) -> None:
 @given(cases())
 def test_every_element_lies_in_exactly_one_engine_rank(case: Case) -> None:
     layout, parts, size = case
+    if not isinstance(layout, EngineLayout):
+        return
     shards = [layout.engine_shard(parts, rank, size) for rank in range(size)]
     for shard in shards if isinstance(layout, Replicated) else [torch.cat([x.flatten() for x in shards])]:
         assert elements([shard]) == elements(parts)
@@ -161,3 +183,48 @@ def test_the_vocabulary_is_padded_with_zeros_at_its_end(vocab: int, size: int) -
     assert not together[vocab:].any()
     if 64 % size == 0:  # else SGLang refuses the size
         assert len(together) == -(-vocab // 64) * 64
+
+
+@fixed
+@given(kv_heads=small, queries=small, copies=small, head_dim=small)
+def test_more_ranks_than_key_value_heads_share_a_groups_rows(
+    kv_heads: int, queries: int, copies: int, head_dim: int
+) -> None:
+    """Megatron gathers what such ranks compute, so that each has an equal part of the rows, wherever a head ends."""
+    size = kv_heads * copies
+    heads = kv_heads * queries * copies
+    layout, rows = QueryKeyValue(heads, kv_heads, head_dim), (heads + 2 * kv_heads) * head_dim
+    if rows % size:
+        return
+    whole = layout.to_megatron(numbered(*[(n * head_dim, 2) for n in (heads, kv_heads, kv_heads)]))
+    shards = [layout.shard(whole, rank, size) for rank in range(size)]
+    assert [len(shard) for shard in shards] == [rows // size] * size
+    assert torch.equal(layout.unshard(shards), whole)
+
+
+@fixed
+@given(size=small, rows=small, columns=small)
+def test_interleaved_outputs_are_told_apart(size: int, rows: int, columns: int) -> None:
+    """Rank by rank: its gates, which were the even columns, over its ups, which were the odd ones."""
+    width = size * rows
+    weight, bias = numbered((columns, 2 * width), (2 * width,))
+    for rank in range(size):
+        mine = [*range(2 * rank * rows, 2 * (rank + 1) * rows)]
+        order = mine[0::2] + mine[1::2]
+        layout = InterleavedGateUp()
+        assert torch.equal(layout.shard(layout.to_megatron([weight]), rank, size), weight[:, order].T)
+        assert torch.equal(layout.shard(layout.to_megatron([bias]), rank, size), bias[order])
+
+
+def test_a_transposed_matrix_is_split_by_its_inputs() -> None:
+    (weight,) = numbered((6, 4))
+    whole = TransposedInputs().to_megatron([weight])
+    for rank in range(3):
+        assert torch.equal(TransposedInputs().shard(whole, rank, 3), weight[2 * rank : 2 * rank + 2].T)
+
+
+def test_only_rotated_rows_are_paired() -> None:
+    """Two heads of 3 + 6 rows: of the 6, the first half's rows each before their partner in the second."""
+    (weight,) = numbered((18, 2))
+    order = [0, 1, 2, 3, 6, 4, 7, 5, 8]
+    assert torch.equal(RopePairs(period=9, rope=6).to_megatron([weight]), weight[order + [9 + row for row in order]])

@@ -1,86 +1,148 @@
-"""The weight tables name what transformers names, in its shapes: nothing missing, nothing more."""
+"""The weight tables name what transformers writes to disk, in its shapes: nothing missing, nothing more."""
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from megarl.config import ModelShape, read_model_shape
-from megarl.model_engine.weights import model_parameters
-from megarl.model_engine.weights.layouts import GateUp, QueryKeyValue
+from megarl.model_engine.weights import Parameter, model_parameters, write_hf
+from megarl.model_engine.weights.files import SINGLE, HfReader
+from megarl.model_engine.weights.layouts import EngineLayout, GateUp, QueryKeyValue
+from tests.families import FAMILIES, write_model
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-FAMILIES = pytest.mark.parametrize("family", ARCHITECTURES)
-TIED = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-
-
-def shape_and_tensors(family: str, tied: bool, directory: Path) -> tuple[ModelShape, dict[str, tuple[int, ...]]]:
-    """What config.json says of a small model, and the tensors that transformers makes from it."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=101,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=4 if family != "qwen3" else 8,  # only Qwen3's need not be hidden / heads
-        max_position_embeddings=64,
-        tie_word_embeddings=tied,
-        architectures=[ARCHITECTURES[family]],
-    )
-    config.save_pretrained(directory)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return read_model_shape(directory), {name: tuple(x.shape) for name, x in model.state_dict().items()}
+ENGINE_KNOWN = {"llama", "llama3", "qwen2", "qwen2_yarn", "qwen3"}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+either_tied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+Written = Callable[[str, bool], Path]
 
 
-@FAMILIES
-@TIED
-def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
-    shape, tensors = shape_and_tensors(family, tied, tmp_path)
-    if tied:
-        del tensors["lm_head.weight"]
-    table = [pair for p in model_parameters(shape, 4) for pair in zip(p.hf, p.hf_shapes, strict=True)]
-    assert len(dict(table)) == len(table), "a tensor has two rows in the table"
-    assert dict(table) == tensors
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The directory of a family's small model, written once."""
+    root = tmp_path_factory.mktemp("models")
+
+    def directory(family: str, tied: bool) -> Path:
+        path = root / f"{family}-{tied}"
+        if not path.exists():
+            write_model(family, path, tie_word_embeddings=tied)
+        return path
+
+    return directory
 
 
-@FAMILIES
-@TIED
-def test_parameters_are_named_once_and_lie_in_order(family: str, tied: bool, tmp_path: Path) -> None:
+def table_of(path: Path, tensor: int = 4) -> tuple[ModelShape, list[Parameter]]:
+    shape = read_model_shape(path)
+    return shape, model_parameters(shape, tensor)
+
+
+def read_parts(reader: HfReader, parameter: Parameter) -> list[Tensor]:
+    return [reader.tensor(name, size) for name, size in zip(parameter.hf, parameter.hf_shapes, strict=True)]
+
+
+@every_family
+@either_tied
+def test_names_and_shapes_are_those_on_disk(family: str, tied: bool, written: Written) -> None:
+    shape, table = table_of(written(family, tied))
+    pairs = [pair for p in table for pair in zip(p.hf, p.hf_shapes, strict=True)]
+    assert len(dict(pairs)) == len(pairs), "a tensor has two rows in the table"
+    named: dict[str, tuple[int, ...]] = {}
+    for name, size in pairs:
+        whole, index = re.fullmatch(r"(.*?)(?:\[(\d+)\])?", name).groups()  # type: ignore[union-attr]
+        if index is None:
+            named[whole] = size
+        else:
+            assert shape.experts is not None
+            assert {f"{whole}[{i}]" for i in range(shape.experts.count)} <= dict(pairs).keys()
+            named[whole] = (shape.experts.count, *size)
+    assert named == {name: tuple(x.shape) for name, x in load_file(written(family, tied) / SINGLE).items()}
+
+
+@every_family
+@either_tied
+def test_parameters_are_named_once_and_lie_in_order(family: str, tied: bool, written: Written) -> None:
     """The order in which stages are sent: embedding, layers from the first, and what the last stage holds."""
-    shape, _ = shape_and_tensors(family, tied, tmp_path)
-    table = model_parameters(shape, 4)
-    for names in ([p.megatron for p in table], [p.engine for p in table]):
-        assert len(set(names)) == len(table)
+    _, table = table_of(written(family, tied))
+    assert len({p.megatron for p in table}) == len(table)
     places = [(1, p.layer) if p.layer is not None else (2 * p.last_stage, 0) for p in table]
     assert places == sorted(places)
-    assert {p.layer for p in table} == {None, 0, 1, 2}
+    assert {p.layer for p in table} == {None, 0, 1, 2, 3}
     for parameter in table:
         if parameter.layer is not None:
             assert all(f".layers.{parameter.layer}." in name for name in (parameter.megatron, *parameter.hf))
 
 
-@FAMILIES
-def test_the_layouts_fit_the_shapes(family: str, tmp_path: Path) -> None:
-    """Each parameter can be made, split over two ranks, and taken apart again into tensors of the stated shapes."""
-    shape, _ = shape_and_tensors(family, False, tmp_path)
-    for parameter in model_parameters(shape, 2):
-        whole = parameter.layout.to_megatron([torch.empty(size, device="meta") for size in parameter.hf_shapes])
-        shards = [parameter.layout.shard(whole, rank, 2) for rank in range(2)]
+@every_family
+def test_experts_and_buffers_are_marked(family: str, written: Written) -> None:
+    """Each layer with experts has all of them, under the same name in both; only the router's buffer stays float32."""
+    shape, table = table_of(written(family, False))
+    for parameter in table:
+        own = re.search(r"\.experts\.local_experts\.(\d+)\.", parameter.megatron)
+        assert parameter.expert == (int(own[1]) if own else None)
+        if own:
+            assert all(re.search(rf"experts\.{own[1]}\.|\[{own[1]}\]$", name) for name in parameter.hf)
+        assert parameter.float32 == parameter.megatron.endswith(".mlp.router.expert_bias")
+        assert parameter.float32 == parameter.hf[0].endswith("e_score_correction_bias")
+    for layer in range(shape.layers):
+        found = {p.expert for p in table if p.layer == layer} - {None}
+        assert found == (set(range(8)) if shape.has_experts(layer) else set())
+
+
+@every_family
+def test_engine_names_are_known_for_all_parameters_or_none(family: str, written: Written) -> None:
+    _, table = table_of(written(family, False))
+    names = [p.engine for p in table]
+    if family in ENGINE_KNOWN:
+        assert None not in names
+        assert len(set(names)) == len(table)
+        assert all(isinstance(p.layout, EngineLayout) for p in table)
+    else:
+        assert set(names) == {None}
+
+
+@every_family
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_parameter_comes_back_from_its_shards(family: str, size: int, written: Written) -> None:
+    """On `size` ranks, tensor-parallel or expert-tensor-parallel: equal shards, and the file's tensors again."""
+    reader = HfReader(written(family, False))
+    for parameter in table_of(written(family, False), size)[1]:
+        parts = read_parts(reader, parameter)
+        whole = parameter.layout.to_megatron(parts)
+        shards = [parameter.layout.shard(whole, rank, size) for rank in range(size)]
+        assert len({shard.shape for shard in shards}) == 1
         back = parameter.layout.to_hf(parameter.layout.unshard(shards))
-        assert tuple(tuple(part.shape) for part in back) == parameter.hf_shapes
+        assert all(torch.equal(a, b) for a, b in zip(back, parts, strict=True)), parameter.megatron
 
 
-@FAMILIES
-def test_fused_parameters_list_their_parts_in_the_layouts_order(family: str, tmp_path: Path) -> None:
+@every_family
+def test_what_is_written_in_any_order_is_what_was_read(family: str, written: Written, tmp_path: Path) -> None:
+    source = written(family, family == "gemma3")
+    reader = HfReader(source)
+    pairs = []
+    for parameter in table_of(source)[1]:
+        whole = parameter.layout.to_megatron(read_parts(reader, parameter))
+        pairs += zip(parameter.hf, parameter.layout.to_hf(whole), strict=True)
+    random.Random(0).shuffle(pairs)
+    write_hf((pairs[start : start + 7] for start in range(0, len(pairs), 7)), source, tmp_path / "written")
+    files = [load_file(path / SINGLE) for path in (source, tmp_path / "written")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(x, files[1][name]) for name, x in files[0].items())
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "written", output_loading_info=True)
+    assert not any(report.values()), report
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_fused_parameters_list_their_parts_in_the_layouts_order(family: str, written: Written) -> None:
     """Keys and values, and gates and ups, have the same shapes: only the order tells them apart."""
-    shape, _ = shape_and_tensors(family, False, tmp_path)
-    orders = {
-        type(p.layout): [name.split(".")[-2] for name in p.hf] for p in model_parameters(shape, 1) if len(p.hf) > 1
-    }
-    assert orders == {QueryKeyValue: ["q_proj", "k_proj", "v_proj"], GateUp: ["gate_proj", "up_proj"]}
+    _, table = table_of(written(family, False))
+    orders = {(type(p.layout), tuple(name.split(".")[-2] for name in p.hf)) for p in table if len(p.hf) > 1}
+    gate_up = ("w1", "w3") if family == "mixtral" else ("gate_proj", "up_proj")
+    assert orders == {(QueryKeyValue, ("q_proj", "k_proj", "v_proj")), (GateUp, gate_up)}

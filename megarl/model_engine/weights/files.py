@@ -1,17 +1,22 @@
-"""Hugging Face directories: reading single tensors from safetensors files, and writing a whole directory."""
+"""Hugging Face directories: reading single tensors from safetensors files, and writing a whole directory.
+
+A name may end in an index, `experts.down_proj[3]`: one slice of a tensor in which all experts are stacked.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config import RecipeError
+from megarl.config import RecipeError, read_model_shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
@@ -35,18 +40,25 @@ class HfReader:
             raise RecipeError(f"{directory}: cannot read the weights: {error}") from error
 
     def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
-        """Raises RecipeError: no such tensor, or its shape is not `expected` (what config.json says)."""
-        if name not in self._file_of:
-            raise RecipeError(f"{self._directory}: tensor {name} is missing; does config.json describe these weights?")
-        path = self._directory / self._file_of[name]
+        """The tensor `name`, or one slice of a stacked one, which alone is read.
+
+        Raises RecipeError: no such tensor, or its shape is not `expected` (what config.json says).
+        """
+        whole, index = _split_index(name)
+        if whole not in self._file_of:
+            raise RecipeError(f"{self._directory}: tensor {whole} is missing; does config.json describe these weights?")
+        path = self._directory / self._file_of[whole]
         try:
             with safe_open(path, "pt") as file:
-                tensor = file.get_tensor(name)
+                stored = file.get_slice(whole)
+                shape = tuple(stored.get_shape())
+                found = shape if index is None else shape[1:]
+                if found == expected and (index is None or index < shape[0]):
+                    return file.get_tensor(whole) if index is None else stored[index]
         except (OSError, SafetensorError) as error:
             raise RecipeError(f"{path}: cannot read tensor {name}: {error}") from error
-        if tuple(tensor.shape) != expected:
-            raise RecipeError(f"{path}: {name} has shape {tuple(tensor.shape)}, but config.json says {expected}")
-        return tensor
+        wanted = str(expected) if index is None else f"slices of {expected}, more than {index}"
+        raise RecipeError(f"{path}: {whole} has shape {shape}, but config.json says {wanted}")
 
 
 def write_hf(
@@ -54,7 +66,8 @@ def write_hf(
 ) -> None:
     """Write the tensors of `buckets` with the configuration and tokenizer of `source` to the directory `target`.
 
-    Each weight file has at most `file_bytes` of tensors, or a single larger one.
+    Each weight file has at most `file_bytes` of tensors, or a single larger one. Slices are stacked again when all
+    experts' have come, in whatever order; the configuration says how many there are.
 
     It is written aside and renamed, so `target` exists whole or not at all; an older `target` is replaced.
     """
@@ -64,12 +77,38 @@ def write_hf(
     for file in sorted(source.iterdir()):
         if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
             shutil.copyfile(file, aside / file.name)
-    _write_weights(buckets, aside, file_bytes)
+    _write_weights(_stacked(buckets, source), aside, file_bytes)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
 
 
-def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path, file_bytes: int) -> None:
+def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], source: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of `buckets` one by one, with slices as the whole tensors of which they are part."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    slices = 0
+    for name, tensor in (pair for bucket in buckets for pair in bucket):
+        whole, index = _split_index(name)
+        if index is None:
+            yield name, tensor
+            continue
+        if not slices:
+            experts = read_model_shape(source).experts
+            slices = experts.count if experts else 0
+        assert index < slices, f"{name}, but the model has {slices} experts"
+        parts = waiting.setdefault(whole, {})
+        parts[index] = tensor.detach().cpu().clone()
+        if len(parts) == slices:
+            yield whole, torch.stack([part for _, part in sorted(waiting.pop(whole).items())])
+    assert not waiting, f"slices never came of {sorted(waiting)}"
+
+
+def _split_index(name: str) -> tuple[str, int | None]:
+    """The tensor's name in the file, and which slice of it is meant."""
+    match = re.fullmatch(r"(.+)\[(\d+)\]", name)
+    return (match[1], int(match[2])) if match else (name, None)
+
+
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int) -> None:
     parts: list[Path] = []
     file_of: dict[str, int] = {}
     pending: dict[str, Tensor] = {}
@@ -81,14 +120,14 @@ def _write_weights(buckets: Iterable[list[tuple[str, Tensor]]], directory: Path,
         parts[-1].chmod(0o644)  # safetensors writes for the owner alone, and the other files are as the umask says
         pending.clear()
 
-    for bucket in buckets:
-        for name, tensor in bucket:
-            if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
-                flush()
-            pending[name] = tensor.detach().cpu().contiguous().clone()
-            file_of[name] = len(parts)
-            total += tensor.nbytes
-            dtype = str(tensor.dtype).removeprefix("torch.")
+    for name, tensor in tensors:
+        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
+            flush()
+        pending[name] = tensor.detach().cpu().contiguous().clone()
+        file_of[name] = len(parts)
+        total += tensor.nbytes
+        # the first, an embedding, has the model's type; a router's bias may be float32 among bfloat16
+        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
     flush()
     if len(parts) == 1:
         parts[0].rename(directory / SINGLE)

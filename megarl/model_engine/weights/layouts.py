@@ -1,7 +1,7 @@
 """How the tensors of a Hugging Face checkpoint lie in a Megatron parameter, and how both are split over ranks.
 
 Pure tensor arithmetic. Each layout converts between the Hugging Face tensors of a parameter, the whole Megatron
-parameter, and one rank's shard of it; and it says which part one rank of an engine holds.
+parameter, and one rank's shard of it. Those of dense models also say which part one rank of an engine holds.
 """
 
 from __future__ import annotations
@@ -33,12 +33,16 @@ class Layout(ABC):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         """The inverse of `shard` over all ranks."""
 
+
+class EngineLayout(Layout):
+    """A layout that SGLang has too, fused in the same way."""
+
     @abstractmethod
     def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         """What rank `rank` of an engine with `size` ranks holds under its fused name."""
 
 
-class Replicated(Layout):
+class Replicated(EngineLayout):
     """One tensor, the same on every rank."""
 
     def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
@@ -58,7 +62,7 @@ class Replicated(Layout):
 
 
 @dataclass(frozen=True)
-class Split(Layout):
+class Split(EngineLayout):
     """One tensor, divided evenly along `dim`."""
 
     dim: int
@@ -99,7 +103,7 @@ class Vocabulary(Split):
 
 
 @dataclass(frozen=True)
-class QueryKeyValue(Layout):
+class QueryKeyValue(EngineLayout):
     """Query, key and value rows, interleaved by key-value group: a group's queries, its key, its value."""
 
     heads: int
@@ -128,7 +132,7 @@ class QueryKeyValue(Layout):
         return torch.cat([query.chunk(size)[rank], *(x.chunk(size // copies)[rank // copies] for x in key_value)])
 
 
-class GateUp(Layout):
+class GateUp(EngineLayout):
     """Gate rows over up rows; a rank holds its part of both."""
 
     def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
@@ -138,14 +142,83 @@ class GateUp(Layout):
         return list(whole.chunk(2))
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+        return _shard_halves(whole, rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        gates, ups = zip(*(shard.chunk(2) for shard in shards), strict=True)
-        return torch.cat([*gates, *ups])
+        return _unshard_halves(shards)
 
     def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         return torch.cat([part.chunk(size)[rank] for part in parts])
+
+
+class InterleavedGateUp(Layout):
+    """One tensor (inputs, 2 * width), or a bias (2 * width), whose outputs are gate, up, gate, up; then as GateUp."""
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        rows = parts[0].movedim(-1, 0)
+        return torch.cat([rows[0::2], rows[1::2]])
+
+    def to_hf(self, whole: Tensor) -> list[Tensor]:
+        return [torch.stack(whole.chunk(2), 1).flatten(0, 1).movedim(0, -1).contiguous()]
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        return _shard_halves(whole, rank, size)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _unshard_halves(shards)
+
+
+class TransposedInputs(Layout):
+    """One matrix (inputs, outputs), Megatron's transposed; a rank has its part of the inputs."""
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0].T
+
+    def to_hf(self, whole: Tensor) -> list[Tensor]:
+        return [whole.T.contiguous()]
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        return whole.chunk(size, 1)[rank]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 1)
+
+
+@dataclass(frozen=True)
+class RopePairs(Layout):
+    """One tensor, divided by rows; of every `period` rows the last `rope` are rotated as two halves.
+
+    Megatron's latent attention rotates neighbours, so that the halves' rows alternate there.
+    """
+
+    period: int
+    rope: int
+
+    def to_megatron(self, parts: Sequence[Tensor]) -> Tensor:
+        return self._reorder(parts[0], (2, self.rope // 2))
+
+    def to_hf(self, whole: Tensor) -> list[Tensor]:
+        return [self._reorder(whole, (self.rope // 2, 2))]
+
+    def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
+        return whole.chunk(size)[rank]
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards))
+
+    def _reorder(self, rows: Tensor, grid: tuple[int, int]) -> Tensor:
+        """The rotated rows of each period, seen as a `grid`, are read column by column."""
+        still, rotated = rows.unflatten(0, (-1, self.period)).split([self.period - self.rope, self.rope], 1)
+        return torch.cat([still, rotated.unflatten(1, grid).transpose(1, 2).flatten(1, 2)], 1).flatten(0, 1)
+
+
+def _shard_halves(whole: Tensor, rank: int, size: int) -> Tensor:
+    return torch.cat([half.chunk(size)[rank] for half in whole.chunk(2)])
+
+
+def _unshard_halves(shards: Sequence[Tensor]) -> Tensor:
+    firsts, seconds = zip(*(shard.chunk(2) for shard in shards), strict=True)
+    return torch.cat([*firsts, *seconds])
 
 
 def _pad_rows(tensor: Tensor, rows: int) -> Tensor:

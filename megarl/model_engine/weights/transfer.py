@@ -15,7 +15,8 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelShape
 from megarl.model_engine.weights.files import HfReader
-from megarl.model_engine.weights.table import Parameter, model_parameters
+from megarl.model_engine.weights.parameter import Parameter
+from megarl.model_engine.weights.table import model_parameters
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 
@@ -82,12 +83,11 @@ class ModelWeights:
         device = next(iter(self._local.values())).device
         gathered = torch.empty(ranks, sum(size.numel() for size in sizes), dtype=home.dtype, device=device)
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        expert = home.expert_rank is not None
         if stage == home.stage:
             if home.expert_rank in (None, parallel_state.get_expert_model_parallel_rank()):
                 flat = torch.cat([self._local[parameter.megatron].detach().reshape(-1) for parameter in bucket])
                 dist.all_gather(list(gathered.unbind()), flat, group=_tensor_group(bucket[0]))
-            if expert and self._layout.expert > 1:
+            if home.expert_rank is not None and self._layout.expert > 1:
                 group = parallel_state.get_expert_model_parallel_group()
                 dist.broadcast(gathered, src=dist.get_global_rank(group, home.expert_rank), group=group)
         if self._layout.pipeline > 1:
@@ -149,6 +149,4 @@ def whole_model_name(name: str, part: GPTModel, experts_before: int) -> str:
     if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
         layer = part.decoder.layers[int(match[1])].layer_number - 1
         name = f"decoder.layers.{layer}.{match[2]}"
-    return re.sub(
-        r"(?<=\.local_experts\.)\d+", lambda expert: str(experts_before + int(expert[0])), name
-    )
+    return re.sub(r"(?<=\.local_experts\.)\d+", lambda expert: str(experts_before + int(expert[0])), name)

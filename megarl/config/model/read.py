@@ -1,0 +1,97 @@
+"""Reading a config.json: the file itself, and the sizes that all families have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.config.errors import RecipeError
+from megarl.config.model.families import ARCHITECTURES, Family, check_experts
+from megarl.config.model.fields import Fields, count, flag, number, require
+from megarl.config.model.types import ModelShape
+
+
+def read_model_shape(path: Path) -> ModelShape:
+    """Read `path`/config.json.
+
+    Raises RecipeError: no such directory or file, not JSON, a field missing or wrong, or a model that is not supported.
+    """
+    file = path / "config.json"
+    if not path.is_dir():
+        raise RecipeError(
+            f"model.path: no directory {path}; expected a Hugging Face directory with config.json, *.safetensors and"
+            " the tokenizer (nothing is downloaded)"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(
+            f"model.path: cannot read {file}: {error.strerror}; is it a Hugging Face directory?"
+        ) from None
+    except (UnicodeDecodeError, RecursionError):
+        raise RecipeError(f"{file}: not JSON; expected the model's configuration") from None
+    except json.JSONDecodeError as error:
+        raise RecipeError(f"{file}: line {error.lineno} is not JSON: {error.msg}") from None
+    if not isinstance(config, dict):
+        raise RecipeError(f"{file}: expected an object with the model's configuration, found {config!r:.60}")
+    try:
+        return _shape(config)
+    except RecipeError as error:
+        raise RecipeError(f"{file}: {error}") from None
+
+
+def _shape(config: Fields) -> ModelShape:
+    family = _family(config)
+    require(config, *family.activation)
+    if config.get("quantization_config"):
+        raise RecipeError("the weights are quantized (quantization_config), which is not supported; take the original")
+    extra = family.read(config)
+    if extra.get("experts") is not None:
+        check_experts(extra["experts"])
+    sizes: dict[str, Any] = {
+        "layers": count(config, "num_hidden_layers"),
+        "hidden": count(config, "hidden_size"),
+        "heads": count(config, "num_attention_heads"),
+        "ffn": count(config, "intermediate_size"),
+        "vocab": count(config, "vocab_size"),
+        "max_positions": count(config, "max_position_embeddings"),
+        "norm_epsilon": number(config, "rms_norm_eps"),
+        "tied": flag(config, "tie_word_embeddings", family.tied),
+    }
+    if extra.get("latent") is None:
+        sizes |= _head_sizes(config, family)
+    return ModelShape(family=family.name, **sizes, **extra)
+
+
+def _family(config: Fields) -> Family:
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise RecipeError(f"architectures is {names!r:.60}; expected a list of one of {', '.join(ARCHITECTURES)}")
+    name = str(names[0])
+    if other := sorted(config.keys() & {"audio_config", "text_config", "vision_config"}):
+        raise RecipeError(f"architecture {name} has {other[0]}; models of more than text are not supported")
+    if name not in ARCHITECTURES:
+        raise RecipeError(f"architecture {name} is not supported; known are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[name]
+
+
+def _head_sizes(config: Fields, family: Family) -> dict[str, int]:
+    """A null is transformers' way to say "as many as heads" and "hidden / heads", whatever the family's default."""
+    hidden, heads = count(config, "hidden_size"), count(config, "num_attention_heads")
+    kv_heads = count(config, "num_key_value_heads", _default(config, "num_key_value_heads", family.kv_heads, heads))
+    if heads % kv_heads:
+        raise RecipeError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    default = _default(config, "head_dim", family.head_dim, None)
+    if config.get("head_dim") is None and default is None and hidden % heads:
+        raise RecipeError(
+            f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and head_dim is missing"
+        )
+    head_dim = count(config, "head_dim", default or hidden // heads)
+    if head_dim % 2:
+        raise RecipeError(f"heads of {head_dim} elements are not supported; rotary positions need an even number")
+    return {"kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _default(config: Fields, name: str, family: int | None, otherwise: int | None) -> int | None:
+    return otherwise if family is None or name in config else family

@@ -1,0 +1,50 @@
+"""Which module Megatron builds at each place of a layer: its own, or ours where its own is missing or wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megarl.config import ModelShape
+from megarl.model_engine.attention import PackedAttention
+from megarl.model_engine.modules import (
+    ExpertOutput,
+    LatentSelfAttention,
+    PostNormAdd,
+    RMSNorm,
+    UnitRMSNorm,
+    WindowRopeLayer,
+)
+
+
+def block_specification(config: TransformerConfig, shape: ModelShape, part: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage, or of a `part` of it."""
+    block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=part)
+    norm = UnitRMSNorm if shape.unit_norms else RMSNorm
+    block.layer_norm = norm
+    for layer in {id(spec): spec for spec in block.layer_specs}.values():
+        _replace(layer, config, shape, norm)
+    return block
+
+
+def _replace(layer: ModuleSpec, config: TransformerConfig, shape: ModelShape, norm: type) -> None:
+    modules = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = norm
+    attention = modules.self_attention
+    attention.submodules.core_attention = PackedAttention
+    if shape.latent is not None:
+        attention.module = LatentSelfAttention
+        attention.submodules.q_layernorm = attention.submodules.kv_layernorm = norm
+    elif shape.qk_norm:
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
+    if shape.post_norms:
+        modules.self_attn_bda = modules.mlp_bda = ModuleSpec(PostNormAdd, params={"config": config, "norm": norm})
+    if shape.window is not None and shape.window.rope is not None:
+        layer.module = WindowRopeLayer
+    experts: Any = getattr(modules.mlp.submodules, "experts", None)
+    if experts is not None and shape.experts is not None and shape.experts.bias:
+        experts.submodules.linear_fc2 = ExpertOutput
