@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config import (
-    Experts,
-    LatentAttention,
     Layout,
     ModelShape,
     RecipeError,
     RlRecipe,
     Rope,
     SftRecipe,
-    Window,
     check_recipe,
     dump_recipe,
     engine_leaders,
@@ -364,8 +360,6 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
         ([], 6, ""),
         ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 = 6; start a multiple of 6 ranks"),
         (["layout.tensor=8"], 24, ""),  # two ranks share a key-value head
-        (["layout.tensor=16"], 48, "16 does not divide the model's attention heads (8); use one of 1, 2, 4"),
-        (["layout.tensor=5"], 30, "attention heads (8), key-value heads (4); use one of 1, 2, 4"),
         (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4"),
         (["layout.pipeline=4"], 8, "layout.pipeline: 4 does not divide the model's 6 layers; use one of 1, 2, 3, 6"),
         (["optimizer.warmup_steps=11"], 6, "optimizer.warmup_steps: 11 is more than steps (10)"),
@@ -389,31 +383,6 @@ def test_checks_of_an_rl_recipe(tmp_path: Path, overrides: list[str], world: int
     with pytest.raises(RecipeError) as caught:
         check_recipe(recipe, SHAPE, world=world, ranks_per_node=world)
     assert complaint in str(caught.value)
-
-
-def test_a_model_that_the_engine_does_not_compute_is_refused(tmp_path: Path) -> None:
-    recipe = load(tmp_path, RL, *FITS)
-    for change, what in [
-        ({"experts": Experts(8, 2, 16, layers=(0,))}, "experts"),
-        ({"latent": LatentAttention(None, 8, 8, 8, 8)}, "latent attention"),
-        ({"window": Window(8, layers=(0,))}, "windows or sinks"),
-        ({"unit_norms": True}, "other norms and activations than Llama's"),
-    ]:
-        with pytest.raises(RecipeError, match=f"model.path: models with {what} cannot be trained"):
-            check_recipe(recipe, replace(SHAPE, **change), world=6, ranks_per_node=6)
-
-
-def test_ranks_share_key_value_heads_but_never_attention_heads(tmp_path: Path) -> None:
-    equal = replace(SHAPE, heads=4)
-    for key in ("layout.tensor", "rollout.tensor_parallel"):
-        recipe = load(tmp_path, RL, *FITS, f"{key}=8")
-        check_recipe(recipe, SHAPE, world=24, ranks_per_node=24)
-        with pytest.raises(RecipeError, match=rf"{key}: 8 does not divide the model's attention heads \(4\);"):
-            check_recipe(recipe, equal, world=24, ranks_per_node=24)
-    recipe = load(tmp_path, RL, *FITS, "layout.tensor=6")
-    thirds = replace(SHAPE, heads=6, kv_heads=2, ffn=180)  # a group's rows cannot be divided by three
-    with pytest.raises(RecipeError, match=r"layout.tensor: 6 does not divide the model's key-value heads \(2\);"):
-        check_recipe(recipe, thirds, world=18, ranks_per_node=18)
 
 
 def test_an_engine_must_lie_on_one_node(tmp_path: Path) -> None:
