@@ -29,8 +29,7 @@ def _model(shape: ModelShape) -> list[str]:
         "experts": shape.experts is not None,
         "latent attention": shape.latent is not None,
         "windows or sinks": shape.window is not None or shape.sinks,
-        "this activation or these norms": shape.activation != "silu" or shape.unit_norms or shape.post_norms,
-        "rope scaling": shape.rope.scaling is not None,
+        "other norms and activations than Llama's": shape.activation != "silu" or shape.unit_norms or shape.post_norms,
     }
     return [f"model.path: models with {what} cannot be trained" for what, found in missing.items() if found]
 
@@ -44,9 +43,10 @@ def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list
             f"layout: {world} ranks cannot be divided into tensor {layout.tensor} x pipeline {layout.pipeline}"
             f" x context {layout.context} = {ranks}; start a multiple of {ranks} ranks or change layout"
         )
-    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
-    if wrong := [f"{what} ({size})" for what, size in sizes.items() if size % layout.tensor]:
-        good = _divisors(math.gcd(*sizes.values()))
+    # ranks that share a key-value head hold equal parts of its group's rows, and gather what they compute
+    sharing = 2 * shape.kv_heads * shape.head_dim % layout.tensor == 0
+    if wrong := _indivisible(shape, layout.tensor, sharing):
+        good = _divisors(_common(shape))
         problems.append(
             f"layout.tensor: {layout.tensor} does not divide the model's {', '.join(wrong)}; use one of {good}"
         )
@@ -124,13 +124,10 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
             f"rollout.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
             f" there are {world} ranks, {ranks_per_node} a node"
         )
-    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
-    # an engine may also repeat each key-value head on several ranks
-    wrong = [f"{what} ({n})" for what, n in sizes.items() if n % size and (n != shape.kv_heads or size % n)]
-    if wrong:
+    if wrong := _indivisible(shape, size, sharing=True):  # an engine repeats a key-value head that its ranks share
         problems.append(
             f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
-            f" use one of {_divisors(math.gcd(*sizes.values()))}"
+            f" use one of {_divisors(_common(shape))}"
         )
     if recipe.rollout.max_new_tokens >= shape.max_positions:
         problems.append(
@@ -142,6 +139,17 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
         if key in recipe.rollout.server_args:
             problems.append(f"rollout.server_args.{key}: megarl sets this one itself; leave it out")
     return problems
+
+
+def _indivisible(shape: ModelShape, ranks: int, sharing: bool) -> list[str]:
+    """What `ranks` ranks cannot divide; with `sharing` several of them may have one key-value head."""
+    shared = sharing and ranks % shape.kv_heads == 0
+    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
+    return [f"{what} ({n})" for what, n in sizes.items() if n % ranks and not (what == "key-value heads" and shared)]
+
+
+def _common(shape: ModelShape) -> int:
+    return math.gcd(shape.heads, shape.kv_heads, shape.ffn)
 
 
 def _divisors(size: int) -> str:

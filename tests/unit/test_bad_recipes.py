@@ -181,7 +181,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("algorithm.type=dapo", ["algorithm.type: must be 'grpo', got 'dapo'"]),
     ("algorithm.minibatches=3", ["minibatches: 2 prompts x 4 samples = 8 sequences", "use fewer minibatches"]),
     ("layout.tensor=3", ["4 ranks cannot be divided into tensor 3", "attention heads (8)", "use one of 1, 2, 4"]),
-    ("layout.tensor=8", ["layout.tensor: 8 does not divide the model's key-value heads (4); use one of 1, 2, 4"]),
+    ("layout.tensor=16", ["layout.tensor: 16 does not divide the model's attention heads (8); use one of 1, 2, 4"]),
     ("layout.pipeline=4", ["layout.pipeline: 4 does not divide the model's 2 layers; use one of 1, 2"]),
     ("rollout.tensor_parallel=3", ["an engine of 3 ranks must lie on one node", "there are 4 ranks, 4 a node"]),
     ("rollout.max_new_tokens=64", ["rollout.max_new_tokens: 64 leaves no room", "64 positions; make it smaller"]),
