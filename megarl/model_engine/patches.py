@@ -16,7 +16,7 @@ def install() -> None:
     """Apply the patches; doing so again changes nothing."""
     DistributedOptimizer._set_main_param_and_optimizer_states = _set_states_with_torch_adam
     # multi_latent_attention.py:62 says that TransformerEngine is there when it is not, and :185 then fails
-    multi_latent_attention.HAVE_TE = multi_latent_attention.TELinear is not None
+    multi_latent_attention.HAVE_TE = isinstance(multi_latent_attention.TELinear, type)
     # moe_utils.py:25 leaves the name undefined where TransformerEngine is missing, and :1192 asks for its value
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 

@@ -1,0 +1,108 @@
+"""Numbers that every layout must give, from transformers; and the plan and report of payload_numerics.py."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tests.families import VOCAB, write_model
+
+LENGTHS = [2, 37, 9, 64, 21, 5, 50, 14]
+LEARNING_RATE, BETAS, EPSILON, CLIP, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 1.0, 0.1
+ENTROPY_COEFFICIENT = 0.05
+Layout = dict[str, int | str | bool]
+
+
+class Plan(msgspec.Struct):
+    """Families to run at each layout, all on the same number of ranks; `references` holds one directory a family."""
+
+    references: Path
+    layouts: dict[str, Layout]
+    families: dict[str, list[str]]
+    out: Path
+
+    def write(self, file: Path) -> None:
+        file.write_bytes(msgspec.json.encode(self, enc_hook=str))
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
+
+
+class Errors(msgspec.Struct):
+    """How far one family at one layout is from transformers; gradients and norms relative, logits absolute."""
+
+    logits: float
+    gradient: float
+    gradient_name: str
+    grad_norm: float
+    loss: float
+    next_loss: float
+
+
+class Reference(msgspec.Struct):
+    loss: float
+    next_loss: float
+    grad_norm: float
+
+
+def rows() -> list[list[int]]:
+    """Sequences of very unequal length; all but their first token are predicted.
+
+    Without token 0, which Gemma's configuration calls padding: transformers gives its embedding no gradient.
+    """
+    source = random.Random(5)
+    return [[source.randrange(1, VOCAB) for _ in range(length)] for length in LENGTHS]
+
+
+def token_weights() -> list[Tensor]:
+    """Weight of each predicted token in the loss: the first tokens of a sequence, and one whole sequence, have none."""
+    prompts = [min(3, length - 2) for length in LENGTHS]
+    kept = [torch.cat([torch.zeros(p), torch.ones(n - 1 - p)]) for n, p in zip(LENGTHS, prompts, strict=True)]
+    kept[2] = torch.zeros(LENGTHS[2] - 1)
+    total = sum(float(weights.sum()) for weights in kept)
+    return [weights / total for weights in kept]
+
+
+def write_reference(family: str, directory: Path, **more: Any) -> None:
+    """A small model, its logits and gradients for `rows`, its losses before and after a step of AdamW."""
+    model = write_model(family, directory / "model", **more)
+    with torch.no_grad():
+        logits = torch.cat([model(torch.tensor([row])).logits[0, :-1] for row in rows()])
+    loss = _loss(model)
+    loss.backward()
+    parameters = list(model.named_parameters())
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in parameters]
+    grad_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
+    for (name, parameter), gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient * min(1.0, CLIP / (grad_norm + 1e-6))
+        assert gradient.any() or "router.bias" in name, f"{family}: {name} gets no gradient, so it is not tested"
+    decay = [p for _, p in parameters if p.dim() > 1]
+    others = [p for _, p in parameters if p.dim() == 1]
+    groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON).step()
+    with torch.no_grad():
+        next_loss = float(_loss(model))
+        for (_, parameter), gradient in zip(parameters, gradients, strict=True):
+            parameter.copy_(gradient)
+    model.save_pretrained(directory / "gradients")  # under the names that weights have on disk
+    save_file({"logits": logits}, directory / "logits.safetensors")
+    reference = Reference(loss=loss.item(), next_loss=next_loss, grad_norm=grad_norm)
+    (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
+
+
+def _loss(model: Any) -> Tensor:
+    total = torch.zeros(())
+    for row, weights in zip(rows(), token_weights(), strict=True):
+        log_softmax = torch.log_softmax(model(torch.tensor([row])).logits[0, :-1], -1)
+        logprobs = log_softmax.gather(-1, torch.tensor(row[1:])[:, None])[:, 0]
+        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
+        total = total - (weights * (logprobs + ENTROPY_COEFFICIENT * entropies)).sum()
+    return total

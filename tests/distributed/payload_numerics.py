@@ -1,0 +1,142 @@
+"""One rank that runs families at layouts with the real ModelEngine and says how far each is from transformers.
+
+python payload_numerics.py PLAN, where PLAN is a file with a `numerics.Plan`.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from safetensors.torch import load_file
+from torch import Tensor
+
+import megarl.model_engine.engine as engine_module
+from megarl.config import Layout, Model, Optimizer, read_model_shape
+from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
+from megarl.model_engine.weights.files import HfReader
+from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from tests.distributed import numerics
+from tests.distributed.payload_sft import share_buckets
+
+DEADLINE_S = 240.0
+CPU = torch.device("cpu")
+_projected: list[tuple[Tensor, Tensor]] = []
+_token_logprobs = engine_module.token_logprobs
+
+
+def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -> Any:
+    """The engine itself never has logits; these are what it would make them of."""
+    _projected.append((hidden.detach(), weight.detach()))
+    return _token_logprobs(hidden, weight, *arguments, **others)
+
+
+def main() -> None:
+    plan = numerics.Plan.read(Path(sys.argv[1]))
+    control = connect(rank_info(), DEADLINE_S)
+    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    engine_module.token_logprobs = _recording
+    for name, fields in plan.layouts.items():
+        layout = Layout.model_validate(fields)
+        for family in plan.families[name]:
+            errors = compare(plan.references / family, layout, control)
+            if control.rank == 0:
+                (plan.out / f"{name}.{family}.json").write_bytes(msgspec.json.encode(errors))
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    control.close()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.Errors:
+    reference = msgspec.json.decode((directory / "reference.json").read_bytes(), type=numerics.Reference)
+    logits = load_file(directory / "logits.safetensors")["logits"]
+    shape = read_model_shape(directory / "model")
+    recipe = Optimizer(
+        learning_rate=numerics.LEARNING_RATE,
+        betas=numerics.BETAS,
+        epsilon=numerics.EPSILON,
+        clip=numerics.CLIP,
+        weight_decay=numerics.WEIGHT_DECAY,
+    )
+    model = ModelEngine(
+        Model(path=directory / "model"),
+        shape,
+        layout,
+        device=CPU,
+        seed=0,
+        max_tokens_per_rank=96,
+        optimizer=recipe,
+        updates=2,
+    )
+    sequences = [
+        TokenSequence(row, 1, {"weight": weights})
+        for row, weights in zip(numerics.rows(), numerics.token_weights(), strict=True)
+    ]
+    farthest = [0.0]
+
+    def loss(
+        batch: MicroBatch, logprobs: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        predicted = batch.mask > 0
+        hidden, weight = _projected.pop()
+        own = gather_from_tensor_model_parallel_region(hidden @ weight.T)[:, : shape.vocab]
+        if predicted.any():
+            difference = (own[predicted] - logits[batch.response_index[predicted]]).abs().max()
+            farthest.append(float(difference.nan_to_num(1e9)))
+        total = -(batch.columns["weight"] * (logprobs + numerics.ENTROPY_COEFFICIENT * entropies)).sum()
+        return total, {"loss": total.detach()}, {}
+
+    first = model.update(sequences, loss)
+    logits_error = max(control.allgather(max(farthest), float, what="logits"))
+    gradient_error, name = compare_gradients(model, directory / "gradients", min(1.0, numerics.CLIP / first.grad_norm))
+    second = model.update(sequences, loss)
+    losses = [
+        Metrics.merge(control.allgather(update.metrics, Metrics, what="loss")).sums["loss"]
+        for update in (first, second)
+    ]
+    return numerics.Errors(
+        logits=logits_error,
+        gradient=gradient_error,
+        gradient_name=name,
+        grad_norm=abs(first.grad_norm / reference.grad_norm - 1),
+        loss=abs(losses[0] / reference.loss - 1),
+        next_loss=abs(losses[1] / reference.next_loss - 1),
+    )
+
+
+def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) -> tuple[float, str]:
+    """The largest difference of a gradient over its largest element, and whose it is."""
+    for part in model._model:
+        for group in [*part.bucket_groups, *part.expert_parallel_bucket_groups]:
+            share_buckets(group)
+    gradients = copy.copy(model.weights)
+    gradients._local = {name: getattr(p, "main_grad", p) for name, p in gradients._local.items()}
+    reader, worst = HfReader(directory), (0.0, "")
+    for bucket in gradients.hf_buckets(1 << 20):
+        for parameter, parts in bucket:
+            for name, tensor in zip(parameter.hf, parts, strict=True):
+                if not parameter.float32:  # a buffer
+                    expected = reader.tensor(name, tuple(tensor.shape)) * clipped_by
+                    error = (tensor - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
+                    worst = max(worst, (float(error.nan_to_num(1e9)), name))
+    return worst
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
