@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from megarl.config import ModelShape, read_model_shape
 from megarl.model_engine.weights import Parameter, model_parameters, write_hf
 from megarl.model_engine.weights.files import SINGLE, HfReader
-from megarl.model_engine.weights.layouts import EngineLayout, GateUp, QueryKeyValue
-from tests.families import FAMILIES, write_model
+from megarl.model_engine.weights.layouts import EngineLayout, GateUp, QueryKeyValue, RopePairs
+from tests.families import FAMILIES, family_config, write_model
 
 ENGINE_KNOWN = {"llama", "llama3", "qwen2", "qwen2_yarn", "qwen3"}
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -146,3 +146,21 @@ def test_fused_parameters_list_their_parts_in_the_layouts_order(family: str, wri
     orders = {(type(p.layout), tuple(name.split(".")[-2] for name in p.hf)) for p in table if len(p.hf) > 1}
     gate_up = ("w1", "w3") if family == "mixtral" else ("gate_proj", "up_proj")
     assert orders == {(QueryKeyValue, ("q_proj", "k_proj", "v_proj")), (GateUp, gate_up)}
+
+
+@pytest.mark.parametrize(
+    ("query_rank", "interleaved", "paired"),
+    [
+        (None, False, {"q_proj": RopePairs(20, 8), "kv_a_proj_with_mqa": RopePairs(32, 8)}),
+        (16, False, {"q_b_proj": RopePairs(20, 8), "kv_a_proj_with_mqa": RopePairs(32, 8)}),
+        (16, True, {}),
+    ],
+)
+def test_rotated_halves_become_pairs_wherever_they_are_made(
+    query_rank: int | None, interleaved: bool, paired: dict[str, RopePairs], tmp_path: Path
+) -> None:
+    family_config("deepseek_v3", q_lora_rank=query_rank, rope_interleave=interleaved).save_pretrained(tmp_path)
+    _, table = table_of(tmp_path)
+    layouts = [(p.hf[0].split(".")[-2], p.layout) for p in table if isinstance(p.layout, RopePairs)]
+    assert len(layouts) == 4 * len(paired)
+    assert dict(layouts) == paired
