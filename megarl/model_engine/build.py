@@ -166,6 +166,8 @@ def _mark_shards(model: GPTModel) -> None:
         if ".local_experts." in name:
             # layers.py:886 does so only where expert > 1; with tensor > expert_tensor their gradients stay unsummed
             parameter.allreduce = False
+            # copies on tensor-parallel ranks are data-parallel ones, each with its own part of the gradient
+            parameter.tensor_model_parallel = True
 
 
 def add_gradients(model: list[GPTModel], layout: Layout) -> list[DistributedDataParallel]:

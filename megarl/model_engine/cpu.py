@@ -11,6 +11,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import megatron.core.tensor_parallel.mappings as mappings
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import torch
@@ -50,6 +51,9 @@ def install() -> None:
     token_dispatcher.maybe_move_tensor_to_cpu = _to_list
     # router.py:531 compiles a sum, for which a laptop need not have a compiler
     torch._dynamo.config.disable = True
+    # mappings.py:150, 221: gloo exchanges equal parts alone, and experts have unequal numbers of tokens
+    mappings._gather_along_first_dim = _gather
+    mappings._reduce_scatter_along_first_dim = _reduce_scatter
     # random.py:235, 447: dropout and initialisation draw from per-purpose states of the CUDA generator
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
@@ -64,6 +68,7 @@ def _on_cpu(factory: Any) -> Any:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # rope_utils.py:62
         return factory(*args, **kwargs)
 
     return wrapped
@@ -93,6 +98,28 @@ class _Nothing:
 
 def _to_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+_gather_equal, _reduce_scatter_equal = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(part: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    if output_split_sizes is None:
+        return _gather_equal(part, group, None, use_global_buffer)
+    sizes = [int(size) for size in output_split_sizes]
+    padded = part.new_zeros(max(sizes), *part.shape[1:])
+    padded[: len(part)] = part
+    gathered = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(gathered, padded, group=group)
+    return torch.cat([whole[:size] for whole, size in zip(gathered, sizes, strict=True)])
+
+
+def _reduce_scatter(whole: Any, group: Any, input_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
+    if input_split_sizes is None:
+        return _reduce_scatter_equal(whole, group, None, use_global_buffer)
+    total = whole.contiguous().clone()
+    torch.distributed.all_reduce(total, group=group)
+    return total.split([int(size) for size in input_split_sizes])[group.rank()].contiguous()
 
 
 @contextlib.contextmanager
