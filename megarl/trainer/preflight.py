@@ -146,9 +146,10 @@ def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: in
     for rank in range(world):
         place = train_place(rank, world, layout)
         spans = [_span("layer", part * layers, layers) for part in range(place.pipeline, parts, layout.pipeline)]
+        context = f" context {place.context}/{layout.context}," if layout.context > 1 else ""
         line = (
             f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
-            f" context {place.context}/{layout.context}, data {place.data}/{world // layout.model_ranks};"
+            f"{context} data {place.data}/{world // layout.model_ranks};"
             f" {', '.join(spans)}"
         )
         if place.pipeline in (0, layout.pipeline - 1):  # embedding and output

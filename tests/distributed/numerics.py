@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.families import VOCAB, write_model
+from tests.families import FAMILIES, VOCAB, write_model
 
 LENGTHS = [2, 37, 9, 64, 21, 5, 50, 14]
 LEARNING_RATE, BETAS, EPSILON, CLIP, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 1.0, 0.1
@@ -20,13 +20,58 @@ ENTROPY_COEFFICIENT = 0.05
 Layout = dict[str, int | str | bool]
 
 
+LAYOUTS: dict[int, dict[str, Layout]] = {
+    1: {"tp1": {}},
+    2: {
+        "tp2": {"tensor": 2},
+        "pp2": {"pipeline": 2},
+        "pp2_interleave2": {"pipeline": 2, "interleave": 2},
+        "cp2": {"context": 2},
+        "dp2": {},
+        "ep2": {"expert": 2},
+        "tp2_etp2": {"tensor": 2, "expert_tensor": 2},
+        "cp2_ep2": {"context": 2, "expert": 2},
+    },
+    4: {
+        "tp4": {"tensor": 4},
+        "pp4": {"pipeline": 4},
+        "cp4": {"context": 4},
+        "dp2_ep4_overlap": {"expert": 4, "overlap": True},
+        "tp2_pp2": {"tensor": 2, "pipeline": 2},
+        "tp2_cp2_recompute": {"tensor": 2, "context": 2, "recompute": "full"},
+        "tp2_dp2_ep2": {"tensor": 2, "expert": 2},
+        "tp2_etp2_ep2": {"tensor": 2, "expert_tensor": 2, "expert": 2},
+        "tp2_pp2_ep2": {"tensor": 2, "pipeline": 2, "expert": 2},
+        "cp2_pp2_ep2": {"context": 2, "pipeline": 2, "expert": 2},
+        "tp2_pp2_interleave2_selective": {"tensor": 2, "pipeline": 2, "interleave": 2, "recompute": "selective"},
+        "dp2_pp2_interleave2_overlap": {"pipeline": 2, "interleave": 2, "overlap": True},
+    },
+}
+"""By the number of ranks. With tensor parallelism activations are split along the sequence, too."""
+
+LOGITS, GRADIENT, GRAD_NORM, NEXT_LOSS = 1e-5, 1e-5, 1e-5, 1e-5
+"""What an error may be at most; that of logits is absolute, the others are relative."""
+
+
+def families_of(layout: Layout) -> list[str]:
+    """The families that the layout is for: those with experts if it spreads experts."""
+    experts = [name for name in FAMILIES if any("experts" in field for field in FAMILIES[name][2])]
+    if layout.get("expert_tensor", 1) != 1:
+        return [name for name in experts if name != "gpt_oss"]  # whose experts have biases
+    return experts if layout.get("expert", 1) != 1 else list(FAMILIES)
+
+
 class Plan(msgspec.Struct):
-    """Families to run at each layout, all on the same number of ranks; `references` holds one directory a family."""
+    """Families to run at each layout, all on the same number of ranks; `references` holds one directory a family.
+
+    `without` names a repair of megarl's to be undone at a layout; see payload_numerics.py.
+    """
 
     references: Path
     layouts: dict[str, Layout]
     families: dict[str, list[str]]
     out: Path
+    without: dict[str, str] = {}
 
     def write(self, file: Path) -> None:
         file.write_bytes(msgspec.json.encode(self, enc_hook=str))
@@ -45,6 +90,12 @@ class Errors(msgspec.Struct):
     grad_norm: float
     loss: float
     next_loss: float
+
+    @property
+    def good(self) -> bool:
+        """Whether all are within their limits."""
+        limits = {self.logits: LOGITS, self.gradient: GRADIENT, self.grad_norm: GRAD_NORM, self.next_loss: NEXT_LOSS}
+        return all(error <= limit for error, limit in limits.items())
 
 
 class Reference(msgspec.Struct):

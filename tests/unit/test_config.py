@@ -169,7 +169,8 @@ def test_a_file_name_becomes_a_name_and_run_dir_overrides_it(tmp_path: Path) -> 
         (["layout.tensor=2"], "layout.tensor", 2),  # a section the file does not have
         (["optimizer.schedule.type=cosine"], "optimizer.schedule.final_ratio", 0.1),
         (["optimizer.schedule={type: cosine, final_ratio: 0.5}"], "optimizer.schedule.final_ratio", 0.5),
-        (["layout={tensor: 4}", "layout.pipeline=2"], "layout", {"tensor": 4, "pipeline": 2}),
+        (["layout={tensor: 4}", "layout.pipeline=2"], "layout.tensor", 4),
+        (["layout={tensor: 4}", "layout.pipeline=2"], "layout.pipeline", 2),
         (["name='12'"], "name", "12"),
         (['name="1e5"'], "name", "1e5"),
         (["rollout.server_args.log_level=info"], "rollout.server_args", {"log_level": "info"}),
@@ -358,10 +359,16 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
     [
         ([], 12, ""),
         ([], 6, ""),
-        ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 = 6; start a multiple of 6 ranks"),
+        ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; start a multiple of 6 ranks"),
         (["layout.tensor=8"], 24, ""),  # two ranks share a key-value head
         (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4"),
         (["layout.pipeline=4"], 8, "layout.pipeline: 4 does not divide the model's 6 layers; use one of 1, 2, 3, 6"),
+        (["layout.context=2"], 12, ""),
+        (["layout.context=2"], 18, "x context 2 = 12; start a multiple of 12 ranks"),
+        (["layout.interleave=2"], 6, ""),
+        (["layout.interleave=3"], 6, "pipeline x interleave = 9 does not divide the model's 6 layers; use one of"),
+        (["layout.pipeline=1", "layout.interleave=2"], 6, "2 parts need a pipeline to interleave"),
+        (["layout.expert=2"], 12, "expert and expert_tensor are for models with experts, and this one has none"),
         (["optimizer.warmup_steps=11"], 6, "optimizer.warmup_steps: 11 is more than steps (10)"),
         (["optimizer.warmup_steps=10"], 6, ""),
         (["algorithm.minibatches=3"], 6, "minibatches: 4 prompts x 8 samples = 32 sequences cannot be divided"),
@@ -392,9 +399,9 @@ def test_an_engine_must_lie_on_one_node(tmp_path: Path) -> None:
         check_recipe(recipe, SHAPE, world=8, ranks_per_node=2)
 
 
-def test_the_batch_of_an_sft_recipe_is_divided_over_data_parallel_ranks(tmp_path: Path) -> None:
+def test_the_batch_of_an_sft_recipe_is_enough_for_the_data_parallel_ranks(tmp_path: Path) -> None:
     recipe = load(tmp_path, SFT)
     for world in (1, 2, 4, 8):
         check_recipe(recipe, SHAPE, world=world, ranks_per_node=world)
-    with pytest.raises(RecipeError, match=r"batch.sequences: 8 is not a multiple of the 3 .* ranks; 9 would be"):
-        check_recipe(recipe, SHAPE, world=3, ranks_per_node=3)
+    with pytest.raises(RecipeError, match=r"batch.sequences: 8 is less than the 9 data-parallel ranks"):
+        check_recipe(recipe, SHAPE, world=9, ranks_per_node=9)

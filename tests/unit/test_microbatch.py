@@ -1,94 +1,172 @@
-"""Micro-batches: each sequence is in one of them, like lengths together, and every value stands at its token."""
+"""Packing: every token of every sequence is somewhere, once, beside its target, its place and what is said of it."""
 
 from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch import Tensor
 
-from megarl.model_engine import TokenSequence
-from megarl.model_engine.microbatch import collate, idle_microbatch, partition
-
-fixed = settings(derandomize=True, deadline=None)  # the same examples each time; the machine may be busy
+from megarl.model_engine.attention import PackedAttention, Packing, pack
+from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate
 
 CPU = torch.device("cpu")
-lengths_of = st.lists(st.integers(2, 50), max_size=40)
+LENGTHS = [5, 2, 31, 17, 9, 64, 3, 8]
 
 
-def parts_of_all_ranks(lengths: list[int], data_size: int, most: int) -> list[list[list[int]]]:
-    return [partition(lengths, data_rank=rank, data_size=data_size, most=most) for rank in range(data_size)]
+def batch_of(lengths: list[int]) -> list[TokenSequence]:
+    """Sequences in which no two tokens are alike, with a column that names each response token."""
+    made, first = [], 1000
+    for length in lengths:
+        prompt = max(1, length // 3)
+        ids = list(range(first, first + length))
+        made.append(TokenSequence(ids, prompt, {"own": torch.tensor(ids[prompt:]).float()}))
+        first += length
+    return made
 
 
-@fixed
-@given(lengths_of, st.integers(1, 6), st.integers(1, 9))
-def test_each_sequence_is_in_one_micro_batch(lengths: list[int], data_size: int, most: int) -> None:
-    ranks = parts_of_all_ranks(lengths, data_size, most)
-    everywhere = [index for rank in ranks for batch in rank for index in batch]
-    assert sorted(everywhere) == list(range(len(lengths)))
-    assert all(0 < len(batch) <= most for rank in ranks for batch in rank)
+def all_ranks(
+    batch: list[TokenSequence], plan: list[list[int]], context: int, tensor: int, *, equal: bool = False
+) -> list[list[MicroBatch]]:
+    """[context rank][micro-batch]."""
+    alignments = [Alignment(context=context, context_rank=rank, tensor=tensor) for rank in range(context)]
+    return [collate(batch, plan, alignment, CPU, equal=equal) for alignment in alignments]
 
 
-@fixed
-@given(lengths_of, st.integers(1, 6), st.integers(1, 9))
-def test_like_lengths_share_a_micro_batch(lengths: list[int], data_size: int, most: int) -> None:
-    for batches in parts_of_all_ranks(lengths, data_size, most):
-        for shorter, longer in itertools.pairwise(batches):
-            assert len(shorter) == most, "only the last may be less than full"
-            assert max(lengths[i] for i in shorter) <= min(lengths[i] for i in longer)
+layouts = pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 4), (2, 1), (2, 2), (4, 1)])
 
 
-@fixed
-@given(lengths_of, st.integers(1, 6), st.integers(1, 9))
-def test_ranks_have_like_work(lengths: list[int], data_size: int, most: int) -> None:
-    """Taking turns in order of length, two ranks differ by less than the longest sequence, and by one sequence."""
-    shares = [[i for batch in rank for i in batch] for rank in parts_of_all_ranks(lengths, data_size, most)]
-    tokens = [sum(lengths[i] for i in share) for share in shares]
-    assert max(tokens) - min(tokens) <= max(lengths, default=0)
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+@layouts
+def test_each_token_is_fed_once_with_its_successor_as_target(context: int, tensor: int) -> None:
+    batch, plan = batch_of(LENGTHS), [[0, 3, 1], [2], [4, 5, 6, 7]]
+    pairs: list[tuple[int, int]] = []
+    for rank in all_ranks(batch, plan, context, tensor):
+        for micro in rank:
+            real = micro.input_ids > 0
+            pairs += zip(micro.input_ids[real].tolist(), micro.targets[real].tolist(), strict=True)
+            assert len(micro.input_ids) % tensor == 0
+    expected = [pair for sequence in batch for pair in itertools.pairwise(sequence.input_ids)]
+    assert sorted(pairs) == sorted(expected)
 
 
-@st.composite
-def sequences_of(draw: st.DrawFn) -> list[TokenSequence]:
-    sequences = []
-    for _ in range(draw(st.integers(1, 6))):
-        prompt = draw(st.integers(1, 7))
-        length = max(prompt + draw(st.integers(0, 9)), 2)
-        response = length - prompt
-        ids = draw(st.lists(st.integers(1, 99), min_size=length, max_size=length))
-        values = torch.tensor(draw(st.lists(st.floats(1, 99, width=32), min_size=response, max_size=response)))
-        sequences.append(TokenSequence(ids, prompt, {"advantage": values, "negative": -values}))
-    return sequences
+@layouts
+def test_masks_columns_and_indices_belong_to_the_target(context: int, tensor: int) -> None:
+    batch = batch_of(LENGTHS)
+    flat = torch.cat([sequence.columns["own"] for sequence in batch])
+    seen = []
+    for rank in all_ranks(batch, [[7, 2], [0, 1, 3], [6, 5, 4]], context, tensor):
+        for micro in rank:
+            predicted = micro.mask > 0
+            torch.testing.assert_close(micro.columns["own"][predicted], micro.targets[predicted].float())
+            torch.testing.assert_close(flat[micro.response_index[predicted]], micro.targets[predicted].float())
+            assert not micro.columns["own"][~predicted].any()
+            seen += micro.response_index[predicted].tolist()
+    assert sorted(seen) == list(range(len(flat)))
 
 
-@fixed
-@given(sequences_of(), st.data())
-def test_values_stand_where_their_token_is_predicted(sequences: list[TokenSequence], data: st.DataObject) -> None:
-    order = data.draw(st.permutations(range(len(sequences))))
-    indices = order[: data.draw(st.integers(1, len(order)))]
-    batch = collate(sequences, indices, CPU)
-    assert batch.indices == indices
-    width = max(len(sequences[i].input_ids) for i in indices) - 1
-    assert batch.input_ids.shape == batch.targets.shape == batch.mask.shape == (len(indices), width)
-    for row, index in enumerate(indices):
-        sequence = sequences[index]
-        for position in range(width):
-            place = position + 1  # in the sequence, of the token that is predicted here
-            inside = place < len(sequence.input_ids)
-            learned = inside and place >= sequence.prompt_length
-            assert batch.mask[row, position] == learned
-            assert batch.targets[row, position] == (sequence.input_ids[place] if inside else 0)
-            if position < len(sequence.input_ids):
-                assert batch.input_ids[row, position] == sequence.input_ids[position]
-            for name, values in sequence.columns.items():
-                expected = values[place - sequence.prompt_length] if learned else 0
-                assert batch.columns[name][row, position] == expected
+@layouts
+def test_positions_are_those_within_the_sequence(context: int, tensor: int) -> None:
+    batch = batch_of(LENGTHS)
+    place = {token: i for sequence in batch for i, token in enumerate(sequence.input_ids)}
+    for rank in all_ranks(batch, [list(range(len(batch)))], context, tensor):
+        for micro in rank:
+            real = micro.input_ids > 0
+            assert micro.packing.positions[real].tolist() == [place[t] for t in micro.input_ids[real].tolist()]
 
 
-def test_a_rank_without_sequences_has_something_to_compute() -> None:
-    assert partition([7], data_rank=1, data_size=2, most=4) == []
-    batch = idle_microbatch(CPU)
-    assert batch.input_ids.shape == (1, 1)
-    assert not batch.mask.any()
-    assert not batch.columns
+def test_a_rank_without_sequences_keeps_step() -> None:
+    for batch, plan in [(batch_of([4, 4]), [[]]), ([], [[]])]:
+        ((micro,),) = all_ranks(batch, plan, 1, 4)
+        assert len(micro.input_ids) == 4
+        assert not micro.mask.any()
+        assert micro.columns.keys() == (batch[0].columns.keys() if batch else set())
+
+
+def test_microbatches_can_be_made_equally_long() -> None:
+    """Interleaved pipeline stages tell each other no lengths."""
+    (microbatches,) = all_ranks(batch_of(LENGTHS), [[5], [1], [], [0, 2]], 1, 2, equal=True)
+    assert len({len(micro.input_ids) for micro in microbatches}) == 1
+
+
+def test_without_need_only_the_alignment_is_padding() -> None:
+    (microbatches,) = all_ranks(batch_of(LENGTHS), [[5], [1, 0]], 1, 2)
+    assert [len(micro.input_ids) for micro in microbatches] == [64, 6]  # 63, and 1 + 4, to multiples of 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_blocks_find_all_keys_of_a_sequence_in_order(size: int) -> None:
+    lengths = [8, 16, 8, 64, 40]
+    packings = [pack(lengths, rank=rank, size=size, device=CPU) for rank in range(size)]
+    positions = torch.cat([packing.positions for packing in packings])  # as gathered from the ranks
+    starts = [sum(lengths[:i]) // size for i in range(len(lengths))]
+    local = sum(lengths) // size
+    for packing in packings:
+        for block in packing.blocks:
+            for keys, queries in zip(block.keys, block.queries, strict=True):
+                sequence = max(i for i, start in enumerate(starts) if int(queries[0]) >= start)
+                assert positions[keys][: lengths[sequence]].tolist() == list(range(lengths[sequence]))
+                owners = keys // local
+                assert owners.unique().tolist() == list(range(size))
+
+
+@pytest.mark.parametrize(
+    ("context", "window", "sinks"), [(1, None, False), (1, 4, False), (1, None, True), (1, 4, True)]
+)
+def test_attention_is_that_of_each_sequence_alone(context: int, window: int | None, sinks: bool) -> None:
+    """Forward and backward, against float64 written out for one sequence at a time."""
+    torch.manual_seed(0)
+    lengths, heads, kv_heads, size = [7, 1, 20, 33, 9], 4, 2, 8
+    packing = pack(lengths, rank=0, size=1, device=CPU)
+    query, key, value = (torch.randn(sum(lengths), n, size, requires_grad=True) for n in (heads, kv_heads, kv_heads))
+    module = attention(window, heads if sinks else 0)
+    upstream = torch.randn(sum(lengths), heads * size)
+    out = module(query[:, None], key[:, None], value[:, None], packed_seq_params=packing)[:, 0]
+    (out * upstream).sum().backward()
+    exact = [x.detach().double().requires_grad_() for x in (query, key, value)]
+    logits = module.softmax_offset.detach().double() if sinks else None
+    parts = [alone(*(x[s] for x in exact), window, logits) for s in slices(lengths)]
+    (torch.cat(parts) * upstream).sum().backward()
+    torch.testing.assert_close(out.double(), torch.cat(parts), rtol=0, atol=1e-5)
+    for mine, wanted in zip((query, key, value), exact, strict=True):
+        torch.testing.assert_close(mine.grad.double(), wanted.grad, rtol=0, atol=2e-5)
+
+
+def attention(window: int | None, sinks: int) -> PackedAttention:
+    module = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(module)
+    module._context, module._tensor, module._scale, module.window = _Alone(), _Alone(), None, window
+    module.softmax_offset = torch.nn.Parameter(torch.randn(sinks)) if sinks else None
+    return module
+
+
+class _Alone:
+    def size(self) -> int:
+        return 1
+
+
+def slices(lengths: list[int]) -> list[slice]:
+    ends = list(itertools.accumulate(lengths))
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def alone(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[-1] ** 0.5
+    places = torch.arange(len(query))
+    hidden = places[None] > places[:, None]
+    if window is not None:
+        hidden = hidden | (places[None] <= places[:, None] - window)
+    exp = scores.masked_fill(hidden, float("-inf")).exp()
+    total = exp.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + sinks.exp()[:, None, None]
+    return torch.einsum("hqk,khd->qhd", exp / total, value).flatten(1)
+
+
+def test_a_packing_is_what_megatron_hands_on() -> None:
+    """It must not say that it is "thd", which Megatron would rotate sequence by sequence."""
+    packing = pack([4], rank=0, size=1, device=CPU)
+    assert isinstance(packing, Packing)
+    assert packing.qkv_format is None
