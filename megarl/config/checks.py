@@ -14,24 +14,13 @@ from megarl.config.recipe import Layout, RlRecipe, SftRecipe
 
 def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
-    problems = [*_model(shape), *_layout(recipe, shape, world), *_optimizer(recipe)]
+    problems = [*_layout(recipe, shape, world), *_optimizer(recipe)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
         problems += _rollout(recipe, shape, world, ranks_per_node)
     if problems:
         raise RecipeError("\n".join(problems))
-
-
-def _model(shape: ModelShape) -> list[str]:
-    """What the configuration reader and the weight tables know, but the model engine does not compute."""
-    missing = {
-        "experts": shape.experts is not None,
-        "latent attention": shape.latent is not None,
-        "windows or sinks": shape.window is not None or shape.sinks,
-        "other norms and activations than Llama's": shape.activation != "silu" or shape.unit_norms or shape.post_norms,
-    }
-    return [f"model.path: models with {what} cannot be trained" for what, found in missing.items() if found]
 
 
 def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list[str]:
@@ -81,6 +70,8 @@ def _experts(layout: Layout, shape: ModelShape, world: int) -> list[str]:
             f"layout.expert_tensor: {layout.expert_tensor} does not divide the experts' width ({shape.experts.ffn});"
             f" use one of {_divisors(shape.experts.ffn)}"
         )
+    if shape.experts.bias and layout.expert_tensor > 1:
+        problems.append("layout.expert_tensor: experts with biases cannot be split; set it to 1 and use layout.expert")
     stage = world // layout.pipeline
     if stage % (layout.expert * layout.expert_tensor):
         problems.append(
@@ -118,7 +109,7 @@ def _batch(recipe: SftRecipe | RlRecipe, data: int) -> list[str]:
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
-    problems, size = [], recipe.rollout.tensor_parallel
+    problems, size = _unverifiable(shape), recipe.rollout.tensor_parallel
     if world % size or ranks_per_node % size:
         problems.append(
             f"rollout.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
@@ -141,15 +132,46 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
     return problems
 
 
+def _sizes(shape: ModelShape) -> dict[str, int]:
+    """What tensor-parallel ranks divide."""
+    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}
+    experts, latent = shape.experts, shape.latent
+    if experts is None or len(experts.layers) < shape.layers:
+        sizes["MLP width"] = shape.ffn
+    if experts is not None and experts.shared_ffn:
+        sizes["width of the shared expert"] = experts.shared_ffn
+    if latent is not None:
+        sizes["rows of keys and values"] = latent.kv_rank + latent.rope
+        if latent.query_rank is not None:
+            sizes["rank of queries"] = latent.query_rank
+    return sizes
+
+
 def _indivisible(shape: ModelShape, ranks: int, sharing: bool) -> list[str]:
     """What `ranks` ranks cannot divide; with `sharing` several of them may have one key-value head."""
     shared = sharing and ranks % shape.kv_heads == 0
-    sizes = {"attention heads": shape.heads, "key-value heads": shape.kv_heads, "MLP width": shape.ffn}
-    return [f"{what} ({n})" for what, n in sizes.items() if n % ranks and not (what == "key-value heads" and shared)]
+    sizes = _sizes(shape).items()
+    return [f"{what} ({n})" for what, n in sizes if n % ranks and not (what == "key-value heads" and shared)]
 
 
 def _common(shape: ModelShape) -> int:
-    return math.gcd(shape.heads, shape.kv_heads, shape.ffn)
+    return math.gcd(*_sizes(shape).values())
+
+
+def _unverifiable(shape: ModelShape) -> list[str]:
+    """Models of which it is not known where engines keep their weights, so that a publication cannot be verified."""
+    unknown = {
+        "experts": shape.experts is not None,
+        "latent attention": shape.latent is not None,
+        "windows or sinks": shape.window is not None or shape.sinks,
+        "norms of 1 + weight": shape.unit_norms,
+    }
+    return [
+        f"model.path: models with {what} can be fine-tuned, but not rolled out: where an engine keeps their weights is"
+        " not known, so that new ones could not be verified there"
+        for what, found in unknown.items()
+        if found
+    ]
 
 
 def _divisors(size: int) -> str:
