@@ -5,10 +5,10 @@ views stay what they were: parameters and buckets of Megatron's buffers, main_gr
 What has no storage must not be read (that ends the process), so the engine asks `require` first.
 
 Of Megatron 0.16.1's hooks that of the gradient buffers is used; it zeroes them, as an update does anyway. Not used are
-- optimizer.py:344, which gives the optimizer's shards memory of their own. Those of float32 parameters are views of the
-  model's: it would never again see an update. The copy is in pageable memory, which is several times slower.
-- param_and_grad_buffer.py:964 for parameters, which leaves frozen models and the buffers of modules where they are, and
-  makes a second copy on the way to pinned memory, which rounds its size up to a power of two.
+- optimizer.py:344: it copies to pageable memory, several times slower than pinned, and the shards of float32
+  parameters, which are views of these, come back with memory of their own
+- param_and_grad_buffer.py:964 for parameters: frozen models and the buffers of modules have none of its buffers, and
+  its pinned memory, which torch rounds up to a power of two, is filled from a second copy
 Without CUDA the first does nothing and the second fails.
 """
 
@@ -73,13 +73,14 @@ class Offloader:
         with_gradients: Sequence[Any],
         optimizers: Sequence[Any],
         device: torch.device,
+        host_chunk_bytes: int = HOST_CHUNK_BYTES,
     ) -> None:
         """`with_gradients` are Megatron's wrappers of `model` that have gradient buffers; none if it is frozen."""
         self._device = device
         self._parts: dict[Part, _Copied | _Gradients] = {
-            "parameters": _Copied(_Parameters(model), device),
+            "parameters": _Copied(_Parameters(model), device, host_chunk_bytes),
             "gradients": _Gradients(with_gradients),
-            "optimizer": _Copied(_OptimizerStates(optimizers, _Parameters(model)), device),
+            "optimizer": _Copied(_OptimizerStates(optimizers, _Parameters(model)), device, host_chunk_bytes),
         }
         self._away: set[Part] = set()
 
@@ -154,8 +155,8 @@ class _OptimizerStates:
 class _Copied:
     """A part that is kept in host memory while it is away. The memory is kept for the next time: pinning is slow."""
 
-    def __init__(self, what: _Parameters | _OptimizerStates, device: torch.device) -> None:
-        self._what, self._device = what, device
+    def __init__(self, what: _Parameters | _OptimizerStates, device: torch.device, chunk_bytes: int) -> None:
+        self._what, self._device, self._chunk_bytes = what, device, chunk_bytes
         self._chunks: list[Tensor] = []
         self._left: list[tuple[UntypedStorage, int]] = []
 
@@ -194,8 +195,8 @@ class _Copied:
         if self.host_bytes() != nbytes:
             self._chunks = []  # before the new ones are made
             pinned = self._device.type == "cuda"
-            for start in range(0, nbytes, HOST_CHUNK_BYTES):
-                size = min(nbytes - start, HOST_CHUNK_BYTES)
+            for start in range(0, nbytes, self._chunk_bytes):
+                size = min(nbytes - start, self._chunk_bytes)
                 self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
 
     def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -204,8 +205,8 @@ class _Copied:
         for storage, nbytes in self._left:
             whole, done = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), 0
             while done < nbytes:
-                chunk, start = divmod(at, HOST_CHUNK_BYTES)
-                size = min(nbytes - done, HOST_CHUNK_BYTES - start)
+                chunk, start = divmod(at, self._chunk_bytes)
+                size = min(nbytes - done, self._chunk_bytes - start)
                 yield whole[done : done + size], self._chunks[chunk][start : start + size]
                 done, at = done + size, at + size
 

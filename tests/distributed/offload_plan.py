@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 import msgspec
 
-UPDATES = 3
+UPDATES = 2
 
 
 class Case(msgspec.Struct):

@@ -180,7 +180,7 @@ def engine(case: Case, *, frozen: bool = False) -> ModelEngine:
         Layout.model_validate(case.layout),
         device=CPU,
         seed=0,
-        max_tokens_per_rank=96,
+        max_tokens_per_rank=256,
         optimizer=None if frozen else recipe,
         updates=UPDATES + 1,
     )
