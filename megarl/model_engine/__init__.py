@@ -8,14 +8,19 @@ this door is opened.
 from megarl.model_engine.engine import LossFunction, Metrics, ModelEngine, Update
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.microbatch import MicroBatch, TokenSequence
+from megarl.model_engine.offload import Held, Moved, Part, PartAwayError
 from megarl.model_engine.weights import ModelWeights
 
 __all__ = [
+    "Held",
     "LossFunction",
     "Metrics",
     "MicroBatch",
     "ModelEngine",
     "ModelWeights",
+    "Moved",
+    "Part",
+    "PartAwayError",
     "TokenSequence",
     "Update",
     "token_logprobs",

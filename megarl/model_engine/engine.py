@@ -29,6 +29,7 @@ from megarl.model_engine.build import (
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
+from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.weights import ModelWeights, write_hf
 
 _EXPORT_BUCKET_BYTES = 1 << 30
@@ -107,14 +108,17 @@ class ModelEngine:
         if optimizer is None:
             for part in parts:
                 part.requires_grad_(False)
+            self._offloader = Offloader(parts, [], [], device)
         else:
             self._model = add_gradients(parts, layout)
             self._optimizer = build_optimizer(optimizer, self._model)
+            self._offloader = Offloader(parts, self._model, self._optimizer.chained_optimizers, device)
         self._reports = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     @property
     def weights(self) -> ModelWeights:
         """The weights after the last update, which `layout.overlap` would else leave to the next forward pass."""
+        self._offloader.require("weights", "parameters")
         if self._optimizer_recipe is not None and self._layout.overlap:
             for part in self._model:
                 part.start_param_sync(force_sync=True)
@@ -122,6 +126,7 @@ class ModelEngine:
 
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
         """Log-probabilities of all response tokens: a flat float32 vector in the order of `sequences`, on all ranks."""
+        self._offloader.require("logprobs", "parameters")
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
         def collect(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -142,6 +147,7 @@ class ModelEngine:
         Raises FloatingPointError: the gradient is not finite.
         """
         assert self._optimizer_recipe is not None, "a frozen model cannot be updated"
+        self._offloader.require("update", *PARTS)
         metrics = Metrics()
 
         def counted(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -173,10 +179,12 @@ class ModelEngine:
 
     def save(self, directory: Path) -> None:
         """Write model and optimizer as a distributed checkpoint that any layout can load."""
+        self._offloader.require("save", "parameters", "optimizer")
         checkpoint.save(directory, self._model, self._optimizer)
 
     def load(self, directory: Path, update_count: int) -> None:
         """Restore what `save` wrote after `update_count` updates."""
+        self._offloader.require("load", "parameters", "optimizer")
         checkpoint.load(directory, self._model, self._optimizer)
         self.update_count = update_count
 
@@ -192,6 +200,18 @@ class ModelEngine:
             for _ in buckets:
                 pass
         dist.barrier()
+
+    def offload(self, *parts: Part) -> Moved:
+        """Free the device memory of `parts`, or of all, until `onload`; they are kept on the host.
+
+        Gradients are not kept: they come back as zeros. Between an update and the publication of its weights only
+        gradients and optimizer can be away, since `weights` are read from the parameters on the device.
+        """
+        return self._offloader.offload(parts or PARTS)
+
+    def onload(self, *parts: Part) -> Moved:
+        """Bring back `parts`, or all. What is there already stays as it is."""
+        return self._offloader.onload(parts or PARTS)
 
     def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's; as many on every rank."""

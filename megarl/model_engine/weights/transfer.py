@@ -14,6 +14,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.config import Layout, ModelShape
+from megarl.model_engine.offload import PartAwayError
 from megarl.model_engine.weights.files import HfReader
 from megarl.model_engine.weights.parameter import Parameter
 from megarl.model_engine.weights.table import model_parameters
@@ -65,6 +66,9 @@ class ModelWeights:
 
         A collective of all ranks. A parameter larger than the limit makes a bucket of its own.
         """
+        if not all(tensor.untyped_storage().nbytes() for tensor in self._local.values()):
+            # whoever has kept these weights, and does not ask the engine for them, would read from nowhere
+            raise PartAwayError('hf_buckets needs what has been offloaded: call onload("parameters") first')
         bucket: list[Parameter] = []
         size, home = 0, self._home(self.parameters[0])
         for parameter in self.parameters:
