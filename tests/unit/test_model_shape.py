@@ -76,11 +76,11 @@ def experts_of(family: str, config: PreTrainedConfig) -> Experts | None:
             return Experts(**common, ffn=16, layers=(3,), normalized=False)
         case "mixtral":
             return Experts(**common, ffn=48, layers=tuple(layers))
-        case "deepseek_v2":
+        case "deepseek_v2" | "deepseek_v2_groups":
             return Experts(**common, ffn=16, **leading, normalized=False, groups=ExpertGroups(4, 2, "best"))
         case "deepseek_v2_lite":
             return Experts(**common, ffn=16, **leading, normalized=False)
-        case "deepseek_v3":
+        case "deepseek_v3" | "deepseek_v3_groups":
             return Experts(**common, ffn=16, **leading, **sigmoid, groups=ExpertGroups(2, 1, "two_best"))
         case "deepseek_v3_direct" | "glm4_moe":
             return Experts(**common, ffn=16, **leading, **sigmoid)
