@@ -77,7 +77,7 @@ class Router(TopKRouter):
         """Count what the correction bias is moved by at the end of the global batch; Megatron would count padding."""
         if self.enable_expert_bias and torch.is_grad_enabled():
             tokens, own = self._own(len(routing_map))
-            self.local_tokens_per_expert += routing_map[tokens.length[own] > 0].sum(0)
+            self.local_tokens_per_expert += (routing_map & (tokens.length[own] > 0)[:, None]).sum(0)
 
     def _loss(self, logits: Float[Tensor, "t experts"], chosen: Bool[Tensor, "t experts"]) -> Float[Tensor, ""]:
         """This rank's part of the losses of this layer.
