@@ -102,7 +102,7 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
 def _balance(recipe: SftRecipe | RlRecipe, shape: ModelShape) -> list[str]:
     used = [name for name, value in recipe.balance if value]
     if used and shape.experts is None:
-        return [f"balance: {', '.join(used)} is for models with experts, and this one has none; leave it out"]
+        return [f"balance: {' and '.join(used)} are for models with experts, and this one has none; leave them out"]
     if recipe.balance.bias_update_rate and shape.experts is not None and not shape.experts.correction_bias:
         return ["balance.bias_update_rate: this model's routers have no correction bias; leave it out"]
     return []
