@@ -122,7 +122,7 @@ def test_every_field_is_what_transformers_has(family: str, tied: bool, tmp_path:
     ordinary = math.isclose(attention.scaling, query_key_dim**-0.5)
     expected = ModelShape(
         family={"llama3": "llama", "qwen2_yarn": "qwen2", "qwen3_moe_mixed": "qwen3_moe"}.get(
-            family, family.removesuffix("_direct").removesuffix("_lite")
+            family, family.removesuffix("_direct").removesuffix("_lite").removesuffix("_groups")
         ),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
