@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,7 @@ SHOWN_SAMPLES = 3
 END_S = 10.0
 
 console = Console(highlight=False)
+interrupted = threading.Event()
 
 
 def main() -> None:
@@ -40,7 +42,8 @@ def main() -> None:
     start = time.monotonic()
     run = Path("runs") / f"quickstart-{datetime.now():%Y%m%d-%H%M%S}"
     run.mkdir(parents=True)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: interrupted.set())
     try:
         prepare(run)
         shared = [f"seed={args.seed}", "checkpoint.final=false"]
@@ -50,6 +53,7 @@ def main() -> None:
         stage(run / "rl", "GRPO", "launch/recipes/carry_addition_rl.yaml", [*shared, *rl])
     except KeyboardInterrupt:
         sys.exit("\nquickstart: interrupted; everything it started has ended")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     summarise(run, seconds=time.monotonic() - start)
 
 
@@ -57,7 +61,9 @@ def prepare(run: Path) -> None:
     """Make the task's data and initial model, once."""
     with (run / "prepare.log").open("w") as log:
         command = [sys.executable, "launch/prepare_carry_addition.py", str(DATA)]
-        if subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode:
+        failed = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+        stop_if_interrupted()
+        if failed:
             fail(run / "prepare.log", "the task's data could not be made")
 
 
@@ -65,6 +71,11 @@ def stage(run_dir: Path, name: str, recipe: str, overrides: list[str]) -> None:
     """Run one recipe as a job of its own and show it; on failure show its last words and end."""
     steps = int(next((o.split("=")[1] for o in overrides if o.startswith("steps=")), recipe_steps(recipe)))
     log = run_dir.with_suffix(".log")
+
+    def running() -> bool:
+        stop_if_interrupted()
+        return job.poll() is None
+
     with log.open("w") as output:
         job = subprocess.Popen(
             ["bash", "launch/local.sh", "-n", str(RANKS), recipe, f"run_dir={run_dir}", *overrides],
@@ -74,12 +85,18 @@ def stage(run_dir: Path, name: str, recipe: str, overrides: list[str]) -> None:
             start_new_session=True,  # so that Ctrl-C comes here, and the whole job can be ended from here
         )
         try:
-            watch(run_dir, name=name, steps=steps, running=lambda: job.poll() is None, console=console)
+            watch(run_dir, name=name, steps=steps, running=running, console=console)
         except BaseException:
             end(job)
             raise
     if job.returncode:
         fail(log, f"the {name} stage ended with exit code {job.returncode}")
+
+
+def stop_if_interrupted() -> None:
+    """Only here: raised by the signal's handler, an exception might come at a place that swallows it."""
+    if interrupted.is_set():
+        raise KeyboardInterrupt
 
 
 def recipe_steps(recipe: str) -> int:

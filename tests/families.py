@@ -137,6 +137,8 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
         DEEPSEEK_V2
         | {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
     ),
+    # as the real one has it, more than one expert for each active group
+    "deepseek_v2_groups": (DeepseekV2Config, "DeepseekV2", DEEPSEEK_V2 | {"num_experts_per_tok": 4}),
     "deepseek_v3": (DeepseekV3Config, "DeepseekV3", DEEPSEEK_V3),
     # direct queries, rotated halves, plain rope, no groups
     "deepseek_v3_direct": (
@@ -145,6 +147,7 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
         DEEPSEEK_V3
         | {"q_lora_rank": None, "rope_interleave": False, "n_group": 1, "rope_parameters": {"rope_theta": 50000.0}},
     ),
+    "deepseek_v3_groups": (DeepseekV3Config, "DeepseekV3", DEEPSEEK_V3 | {"num_experts_per_tok": 3}),
     "glm4_moe": (Glm4MoeConfig, "Glm4Moe", GLM4_MOE),
     "gpt_oss": (GptOssConfig, "GptOss", GPT_OSS),
     "gemma3": (Gemma3TextConfig, "Gemma3", GEMMA3),

@@ -14,7 +14,7 @@ from megarl.config.recipe import Layout, RlRecipe, SftRecipe
 
 def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
-    problems = [*_layout(recipe, shape, world), *_optimizer(recipe)]
+    problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
@@ -87,6 +87,15 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
             f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than steps ({recipe.steps}),"
             " so the learning rate would never reach its peak; make it smaller"
         ]
+    return []
+
+
+def _balance(recipe: SftRecipe | RlRecipe, shape: ModelShape) -> list[str]:
+    used = [name for name, value in recipe.balance if value]
+    if used and shape.experts is None:
+        return [f"balance: {' and '.join(used)} are for models with experts, and this one has none; leave them out"]
+    if recipe.balance.bias_update_rate and shape.experts is not None and not shape.experts.correction_bias:
+        return ["balance.bias_update_rate: this model's routers have no correction bias; leave it out"]
     return []
 
 

@@ -116,6 +116,17 @@ class Optimizer(Section):
     """Largest norm of the whole gradient; a longer one is scaled down to it."""
 
 
+class ExpertBalance(Section):
+    """What keeps the load of a mixture of experts even. All of it counts real tokens of the whole global batch."""
+
+    balance_coefficient: NonNegativeFloat = 0.0
+    """Weight of the balance loss of each layer: the mean over sequences of DeepSeek-V3's (arXiv 2412.19437, eq. 17)."""
+    z_coefficient: NonNegativeFloat = 0.0
+    """Weight of the router's z-loss of each layer: the mean over tokens (arXiv 2202.08906, eq. 5)."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """By how much each update moves a router's correction bias towards an even load; 0: the bias stays as it is."""
+
+
 class Checkpoint(Section):
     every: NonNegativeInt = 0
     """Save model, optimizer and run state after each this many steps; 0: only at the end."""
@@ -244,6 +255,8 @@ class Stage(Section):
     """How the model is spread over the ranks; what is left over is data-parallel."""
     optimizer: Optimizer
     """How weights follow gradients."""
+    balance: ExpertBalance = ExpertBalance()
+    """How the load of experts is kept even, in models that have them."""
     checkpoint: Checkpoint = Checkpoint()
     """When the run is saved."""
     runtime: Runtime = Runtime()

@@ -2,7 +2,7 @@
 
 `ModelShape` in the words of TransformerConfig (MLATransformerConfig for latent attention) and of GPTModel. What has no
 word there is a module's: norms of 1 + weight and after a block, the embedding's scale, a rope of the windowed layers,
-groups scored by their best expert, the epsilon of latent norms. Used where the model is built; builds nothing itself.
+how groups of experts are scored, the epsilon of latent norms. Used where the model is built; builds nothing itself.
 """
 
 from __future__ import annotations

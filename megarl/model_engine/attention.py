@@ -37,11 +37,15 @@ class Block:
 
 @dataclass
 class Packing(PackedSeqParams):
-    """`positions` [T] of this rank's tokens in their sequences; `order` [T] finds them in the blocks' outputs."""
+    """`positions` [T] of this rank's tokens in their sequences; `order` [T] finds them in the blocks' outputs.
+
+    `routing` is what routers must know of the tokens.
+    """
 
     positions: Any = None
     blocks: Any = None
     order: Any = None
+    routing: Any = None
 
 
 def pack(lengths: Sequence[int], *, rank: int, size: int, device: torch.device) -> Packing:

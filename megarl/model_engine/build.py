@@ -21,11 +21,12 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.config import CosineSchedule, Layout, ModelShape, Optimizer
+from megarl.config import CosineSchedule, ExpertBalance, Layout, ModelShape, Optimizer
 from megarl.model_engine import cpu, patches
 from megarl.model_engine.architecture import make_config, model_arguments
 from megarl.model_engine.attention import PackedRope
 from megarl.model_engine.modules import HiddenOutput
+from megarl.model_engine.routing import tell_routers
 from megarl.model_engine.specification import block_specification
 
 
@@ -90,16 +91,20 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
     return settings
 
 
-def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout) -> list[GPTModel]:
+def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout, balance: ExpertBalance) -> list[GPTModel]:
     """This rank's part of the model, with weights still to be loaded: one network for each part of its stage."""
-    return [_build_part(config, shape, layout, part) for part in range(layout.interleave)]
+    # finalize_model_grads moves the bias by the counts that routers keep
+    config.moe_router_bias_update_rate = balance.bias_update_rate
+    return [_build_part(config, shape, layout, balance, part) for part in range(layout.interleave)]
 
 
-def _build_part(config: TransformerConfig, shape: ModelShape, layout: Layout, part: int) -> GPTModel:
+def _build_part(
+    config: TransformerConfig, shape: ModelShape, layout: Layout, balance: ExpertBalance, part: int
+) -> GPTModel:
     where = part if layout.interleave > 1 else None
     model = GPTModel(
         config=config,
-        transformer_layer_spec=block_specification(config, shape, where),
+        transformer_layer_spec=block_specification(config, shape, balance, where),
         vocab_size=shape.padded_vocab(layout.tensor),
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=where),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=where),
@@ -113,6 +118,7 @@ def _build_part(config: TransformerConfig, shape: ModelShape, layout: Layout, pa
     if model.pre_process and shape.embedding_scale != 1.0:
         scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype)
         model.embedding.register_forward_hook(lambda _, __, output: output * scale.to(output.device))
+    tell_routers(model)
     _mark_shards(model)
     return model
 

@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.config import Layout, Model, ModelShape, Optimizer
+from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer
 from megarl.data import plan_microbatches
 from megarl.model_engine import checkpoint
 from megarl.model_engine.build import (
@@ -30,6 +30,7 @@ from megarl.model_engine.flops import training_flops
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
+from megarl.model_engine.routing import check_choices
 from megarl.model_engine.weights import ModelWeights, write_hf
 
 _EXPORT_BUCKET_BYTES = 1 << 30
@@ -87,6 +88,7 @@ class ModelEngine:
         max_tokens_per_rank: int,
         temperature: float = 1.0,
         optimizer: Optimizer | None = None,
+        balance: ExpertBalance = ExpertBalance(),  # noqa: B008 (it is frozen)
         updates: int = 0,
         deadline_s: float = 1800.0,
     ) -> None:
@@ -99,7 +101,7 @@ class ModelEngine:
             context=layout.context, context_rank=parallel_state.get_context_parallel_rank(), tensor=layout.tensor
         )
         config = transformer_config(shape, layout, getattr(torch, model.dtype), device)
-        parts = [part.to(device) for part in build_model(config, shape, layout)]
+        parts = [part.to(device) for part in build_model(config, shape, layout, balance)]
         self._weights = ModelWeights(parts, shape, layout)
         self._weights.load(model.path)
         self._model: list[Any] = parts
@@ -215,6 +217,8 @@ class ModelEngine:
 
     def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's; as many on every rank."""
+        given = (sequence.experts for sequence in sequences if sequence.experts is not None)
+        check_choices(given, self._shape.experts)
         plan = plan_microbatches(
             [self._alignment.padded(inputs(sequence)) for sequence in sequences],
             max_tokens=self._max_tokens * self._layout.context,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,15 +10,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from megarl.model_engine.attention import Packing, pack
+from megarl.model_engine.routing import RoutedTokens
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A prompt and its response. `columns` hold one value for each response token, such as its advantage."""
+    """A prompt and its response. `columns` hold one value for each response token, such as its advantage.
+
+    `experts` are those that each input token is to go to, in each layer that has any; a negative number, or a row that
+    is missing at the end, leaves the choice to the model's router.
+    """
 
     input_ids: list[int]
     prompt_length: int
     columns: dict[str, Tensor] = field(default_factory=dict)
+    experts: Int[Tensor, "inputs layers active"] | None = None
 
     @property
     def response_length(self) -> int:
@@ -84,34 +90,65 @@ def collate(
     totals = [sum(alignment.padded(inputs(sequences[i])) for i in indices) for indices in plan]
     totals = [max(-(-total // alignment.unit), 1) * alignment.unit for total in totals]
     totals = [max(totals)] * len(totals) if equal else totals
-    columns = sequences[0].columns if sequences else {}
+    whole = _Whole.of(sequences)
     return [
-        _collate([(sequences[i], starts[i]) for i in indices], columns, total, alignment, device)
+        _collate([(sequences[i], starts[i]) for i in indices], whole, total, alignment, device)
         for indices, total in zip(plan, totals, strict=True)
     ]
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """What each micro-batch must know of the whole batch. `choices` are the layers and experts of a token's choice."""
+
+    columns: tuple[str, ...]
+    choices: tuple[int, int] | None
+    sequences: int
+    tokens: int
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence]) -> _Whole:
+        given = [sequence.experts for sequence in sequences if sequence.experts is not None]
+        return cls(
+            columns=tuple(sequences[0].columns) if sequences else (),
+            choices=(given[0].shape[1], given[0].shape[2]) if given else None,
+            sequences=len(sequences),
+            tokens=sum(inputs(sequence) for sequence in sequences),
+        )
+
+
 def _collate(
     chosen: list[tuple[TokenSequence, int]],
-    columns: Iterable[str],
+    batch: _Whole,
     total: int,
     alignment: Alignment,
     device: torch.device,
 ) -> MicroBatch:
     lengths = [alignment.padded(inputs(sequence)) for sequence, _ in chosen]
     if missing := total - sum(lengths):
-        nothing = {name: torch.empty(0) for name in columns}
-        chosen, lengths = [*chosen, (TokenSequence([0, 0], 2, nothing), 0)], [*lengths, missing]
+        nothing = {name: torch.empty(0) for name in batch.columns}
+        chosen, lengths = [*chosen, (TokenSequence([0], 1, nothing), 0)], [*lengths, missing]
     packing = pack(lengths, rank=alignment.context_rank, size=alignment.context, device=device)
-    rows = [_row(sequence, start, length) for (sequence, start), length in zip(chosen, lengths, strict=True)]
+    rows = [
+        _row(sequence, start, length) | _routed(sequence, number, length, batch.choices)
+        for number, ((sequence, start), length) in enumerate(zip(chosen, lengths, strict=True))
+    ]
     mine = _mine(lengths, packing.positions.cpu(), alignment.context)
     whole = {name: torch.cat([row[name] for row in rows])[mine].to(device) for name in rows[0]}
+    packing.routing = RoutedTokens(
+        experts=whole.pop("experts", None),
+        sequence=whole.pop("sequence"),
+        length=whole.pop("length"),
+        sequences=len(chosen),
+        batch_sequences=batch.sequences,
+        batch_tokens=batch.tokens,
+    )
     return MicroBatch(
         input_ids=whole.pop("input_ids"),
         targets=whole.pop("targets"),
         mask=whole.pop("mask"),
         response_index=whole.pop("response_index"),
-        columns={name: whole[name] for name in columns},
+        columns={name: whole[name] for name in batch.columns},
         packing=packing,
     )
 
@@ -128,6 +165,18 @@ def _row(sequence: TokenSequence, start: int, length: int) -> dict[str, Tensor]:
     for name, values in sequence.columns.items():
         row[name] = torch.zeros(length, dtype=values.dtype)
         row[name][predicted] = values
+    return row
+
+
+def _routed(sequence: TokenSequence, number: int, length: int, choices: tuple[int, int] | None) -> dict[str, Tensor]:
+    """What routers must know of one sequence, which is the micro-batch's `number`, padded to `length`."""
+    count = inputs(sequence)
+    row = {"sequence": torch.full((length,), number), "length": torch.zeros(length, dtype=torch.long)}
+    row["length"][:count] = count
+    if choices is not None:
+        row["experts"] = torch.full((length, *choices), -1, dtype=torch.int32)
+        if sequence.experts is not None:
+            row["experts"][: len(sequence.experts)] = sequence.experts
     return row
 
 

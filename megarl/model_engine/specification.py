@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -9,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.config import ModelShape
+from megarl.config import ExpertBalance, ModelShape
 from megarl.model_engine.attention import PackedAttention
 from megarl.model_engine.modules import (
     ExpertOutput,
@@ -19,15 +20,20 @@ from megarl.model_engine.modules import (
     UnitRMSNorm,
     WindowRopeLayer,
 )
+from megarl.model_engine.routing import Router
 
 
-def block_specification(config: TransformerConfig, shape: ModelShape, part: int | None) -> TransformerBlockSubmodules:
+def block_specification(
+    config: TransformerConfig, shape: ModelShape, balance: ExpertBalance, part: int | None
+) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage, or of a `part` of it."""
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=part)
     norm = UnitRMSNorm if shape.unit_norms else RMSNorm
     block.layer_norm = norm
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         _replace(layer, config, shape, norm)
+        if shape.experts is not None and hasattr(layer.submodules.mlp.submodules, "experts"):
+            layer.submodules.mlp.submodules.router = partial(Router, experts=shape.experts, balance=balance)
     return block
 
 

@@ -74,6 +74,7 @@ def build_engine(
         max_tokens_per_rank=recipe.batch.max_tokens_per_rank,
         temperature=temperature,
         optimizer=None if frozen else recipe.optimizer.model_copy(update={"warmup_steps": warmup}),
+        balance=recipe.balance,
         updates=recipe.steps * updates_per_step,
         deadline_s=recipe.runtime.deadline_s,
     )

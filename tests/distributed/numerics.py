@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.families import FAMILIES, VOCAB, write_model
+from tests.distributed.hf_routing import Routers, Routing
 
 LENGTHS = [2, 37, 9, 64, 21, 5, 50, 14]
 LEARNING_RATE, BETAS, EPSILON, CLIP, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 1.0, 0.1
@@ -90,6 +91,7 @@ class Errors(msgspec.Struct):
     grad_norm: float
     loss: float
     next_loss: float
+    logprobs: float
 
     @property
     def good(self) -> bool:
@@ -122,13 +124,14 @@ def token_weights() -> list[Tensor]:
     return [weights / total for weights in kept]
 
 
-def write_reference(family: str, directory: Path, **more: Any) -> None:
+def write_reference(family: str, directory: Path, routing: Routing = Routing(), **more: Any) -> None:  # noqa: B008
     """A small model, its logits and gradients for `rows`, its losses before and after a step of AdamW."""
     model = write_model(family, directory / "model", **more)
+    routers = Routers(model, LENGTHS, routing)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([row])).logits[0, :-1] for row in rows()])
     loss = _loss(model)
-    loss.backward()
+    (loss + routers.loss()).backward()
     parameters = list(model.named_parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in parameters]
     grad_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
@@ -139,6 +142,8 @@ def write_reference(family: str, directory: Path, **more: Any) -> None:
     others = [p for _, p in parameters if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON).step()
+    routers.write_experts(directory)
+    routers.move_bias()
     with torch.no_grad():
         next_loss = float(_loss(model))
         for (_, parameter), gradient in zip(parameters, gradients, strict=True):
@@ -146,6 +151,7 @@ def write_reference(family: str, directory: Path, **more: Any) -> None:
     model.save_pretrained(directory / "gradients")  # under the names that weights have on disk
     save_file({"logits": logits}, directory / "logits.safetensors")
     reference = Reference(loss=loss.item(), next_loss=next_loss, grad_norm=grad_norm)
+    routing.write(directory)
     (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
 
 

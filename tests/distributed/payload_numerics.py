@@ -29,6 +29,7 @@ from megarl.model_engine.modules import ExpertOutput
 from megarl.model_engine.weights.files import HfReader
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
+from tests.distributed.hf_routing import Routing, read_experts
 from tests.distributed.payload_sft import share_buckets
 
 DEADLINE_S = 240.0
@@ -126,12 +127,16 @@ def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.
         seed=0,
         max_tokens_per_rank=96,
         optimizer=recipe,
+        balance=Routing.read(directory).balance,
         updates=2,
     )
+    rows, weights = numerics.rows(), numerics.token_weights()
     sequences = [
-        TokenSequence(row, 1, {"weight": weights})
-        for row, weights in zip(numerics.rows(), numerics.token_weights(), strict=True)
+        TokenSequence(row, 1, {"weight": weight}, experts)
+        for row, weight, experts in zip(rows, weights, read_experts(directory, len(rows)), strict=True)
     ]
+    logprobs_error = (model.logprobs(sequences) - expected_logprobs(logits)).abs().max()
+    _projected.clear()
     farthest = [0.0]
 
     def loss(
@@ -161,7 +166,13 @@ def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.
         grad_norm=abs(first.grad_norm / reference.grad_norm - 1),
         loss=abs(losses[0] / reference.loss - 1),
         next_loss=abs(losses[1] / reference.next_loss - 1),
+        logprobs=float(logprobs_error.nan_to_num(1e9)),
     )
+
+
+def expected_logprobs(logits: Tensor) -> Tensor:
+    targets = torch.tensor([token for row in numerics.rows() for token in row[1:]])
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
 
 
 def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) -> tuple[float, str]:

@@ -53,3 +53,16 @@ def test_ranks_share_key_value_heads_but_never_attention_heads(tmp_path: Path) -
     thirds = replace(GIVEN, heads=6, kv_heads=2, ffn=180)  # a group's rows cannot be divided by three
     with pytest.raises(RecipeError, match=r"layout.tensor: 6 does not divide the model's key-value heads \(2\);"):
         check_recipe(recipe, thirds, world=18, ranks_per_node=18)
+
+
+def test_balance_is_for_experts_and_their_bias(tmp_path: Path) -> None:
+    experts = Experts(8, 2, 16, layers=(0,))
+    recipe = recipe_of(tmp_path, "balance.z_coefficient=0.1", "balance.bias_update_rate=0.1")
+    with pytest.raises(RecipeError, match="balance: z_coefficient and bias_update_rate are for models with experts"):
+        check_recipe(recipe, GIVEN, world=6, ranks_per_node=6)
+    with pytest.raises(RecipeError, match=r"balance.bias_update_rate: this model's routers have no correction bias"):
+        check_recipe(recipe, replace(GIVEN, experts=experts), world=6, ranks_per_node=6)
+    biased = replace(GIVEN, experts=replace(experts, correction_bias=True))
+    with pytest.raises(RecipeError) as error:  # the model is refused, but not for this
+        check_recipe(recipe, biased, world=6, ranks_per_node=6)
+    assert "balance" not in str(error.value)

@@ -58,7 +58,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v2", {"num_key_value_heads": 2}, "num_key_value_heads is 2, which is not supported; only 4 is"),
     ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob is false, which is not supported; only true is"),
     ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func is 'softmax', which is not supported; only 'sigmoid'"),
-    ("deepseek_v3", {"num_experts_per_tok": 3}, "3 with topk_group 1 is not supported; Megatron scores a group by its"),
+    ("deepseek_v3", {"n_group": 8, "topk_group": 2}, "n_group 8 groups have one expert each, but are scored by their"),
     ("deepseek_v3", {"attention_bias": True}, "attention_bias is true, which is not supported; only false is"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, "qk_rope_head_dim is 7; rotary positions need an even number"),
     ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "'yarn' with truncate false is not supported"),

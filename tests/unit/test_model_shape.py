@@ -76,11 +76,11 @@ def experts_of(family: str, config: PreTrainedConfig) -> Experts | None:
             return Experts(**common, ffn=16, layers=(3,), normalized=False)
         case "mixtral":
             return Experts(**common, ffn=48, layers=tuple(layers))
-        case "deepseek_v2":
+        case "deepseek_v2" | "deepseek_v2_groups":
             return Experts(**common, ffn=16, **leading, normalized=False, groups=ExpertGroups(4, 2, "best"))
         case "deepseek_v2_lite":
             return Experts(**common, ffn=16, **leading, normalized=False)
-        case "deepseek_v3":
+        case "deepseek_v3" | "deepseek_v3_groups":
             return Experts(**common, ffn=16, **leading, **sigmoid, groups=ExpertGroups(2, 1, "two_best"))
         case "deepseek_v3_direct" | "glm4_moe":
             return Experts(**common, ffn=16, **leading, **sigmoid)
@@ -122,7 +122,7 @@ def test_every_field_is_what_transformers_has(family: str, tied: bool, tmp_path:
     ordinary = math.isclose(attention.scaling, query_key_dim**-0.5)
     expected = ModelShape(
         family={"llama3": "llama", "qwen2_yarn": "qwen2", "qwen3_moe_mixed": "qwen3_moe"}.get(
-            family, family.removesuffix("_direct").removesuffix("_lite")
+            family, family.removesuffix("_direct").removesuffix("_lite").removesuffix("_groups")
         ),
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,

@@ -293,11 +293,8 @@ def check_experts(experts: Experts) -> None:
         raise RecipeError(f"{experts.count} experts cannot be divided into n_group {groups.count}")
     if active > groups.active * (experts.count // groups.count):
         raise RecipeError(f"topk_group {groups.active} groups have fewer experts than num_experts_per_tok {active}")
-    if groups.scored_by == "two_best" and active // groups.active != 2:
-        raise RecipeError(
-            f"num_experts_per_tok {active} with topk_group {groups.active} is not supported; Megatron scores a group by"
-            " its best num_experts_per_tok // topk_group experts, which must be the 2 of this architecture"
-        )
+    if groups.scored_by == "two_best" and experts.count == groups.count:
+        raise RecipeError(f"n_group {groups.count} groups have one expert each, but are scored by their two best")
 
 
 def _mtp(config: Fields) -> int:
