@@ -165,14 +165,16 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def write_model(name: str, directory: Path, *, seed: int = 0, **more: Any) -> PreTrainedModel:
+def write_model(
+    name: str, directory: Path, *, seed: int = 0, kind: Any = AutoModelForCausalLM, **more: Any
+) -> PreTrainedModel:
     """Write a random model of the family as transformers does, and return it, in float32 and with plain attention.
 
-    Norms, biases, sinks and routers are moved from their initial values, so that none can be lost unseen. Among
-    processes that form a group, only the first writes.
+    `kind` is the auto class that knows what the model ends in. Norms, biases, sinks and routers are moved from their
+    initial values, so that none can be lost unseen. Among processes that form a group, only the first writes.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(family_config(name, **more), attn_implementation="eager").float().eval()
+    model = kind.from_config(family_config(name, **more), attn_implementation="eager").float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, torch.nn.Parameter):
             spread = 0.3 if key.endswith(("gate.weight", "router.weight", "sinks")) else 0.05

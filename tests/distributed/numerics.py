@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,26 +77,34 @@ def write_reference(family: str, directory: Path, **more: Any) -> None:
     model = write_model(family, directory / "model", **more)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([row])).logits[0, :-1] for row in rows()])
-    loss = _loss(model)
-    loss.backward()
+    reference = learn(model, _loss, directory / "gradients")
+    save_file({"logits": logits}, directory / "logits.safetensors")
+    (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
+
+
+def learn(model: Any, loss: Callable[[Any], Tensor], directory: Path, idle: str = "router.bias") -> Reference:
+    """One step of AdamW on the clipped gradients of `loss`; the model itself is lost, and its gradients are written.
+
+    Only parameters with `idle` in their names may be without a gradient.
+    """
+    first = loss(model)
+    first.backward()
     parameters = list(model.named_parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in parameters]
     grad_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     for (name, parameter), gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient * min(1.0, CLIP / (grad_norm + 1e-6))
-        assert gradient.any() or "router.bias" in name, f"{family}: {name} gets no gradient, so it is not tested"
+        assert gradient.any() or idle in name, f"{directory}: {name} gets no gradient, so it is not tested"
     decay = [p for _, p in parameters if p.dim() > 1]
     others = [p for _, p in parameters if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON).step()
     with torch.no_grad():
-        next_loss = float(_loss(model))
+        next_loss = float(loss(model))
         for (_, parameter), gradient in zip(parameters, gradients, strict=True):
             parameter.copy_(gradient)
-    model.save_pretrained(directory / "gradients")  # under the names that weights have on disk
-    save_file({"logits": logits}, directory / "logits.safetensors")
-    reference = Reference(loss=loss.item(), next_loss=next_loss, grad_norm=grad_norm)
-    (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
+    model.save_pretrained(directory)  # under the names that weights have on disk
+    return Reference(loss=first.item(), next_loss=next_loss, grad_norm=grad_norm)
 
 
 def _loss(model: Any) -> Tensor:

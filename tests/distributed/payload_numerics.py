@@ -9,8 +9,9 @@ import copy
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -20,8 +21,8 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from safetensors.torch import load_file
 from torch import Tensor
 
-import megarl.model_engine.engine as engine_module
-from megarl.config import Layout, Model, Optimizer, read_model_shape
+import megarl.model_engine.heads as heads_module
+from megarl.config import Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
 from megarl.model_engine.weights.files import HfReader
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
@@ -31,7 +32,7 @@ from tests.distributed.payload_sft import share_buckets
 DEADLINE_S = 240.0
 CPU = torch.device("cpu")
 _projected: list[tuple[Tensor, Tensor]] = []
-_token_logprobs = engine_module.token_logprobs
+_token_logprobs = heads_module.token_logprobs
 
 
 def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -> Any:
@@ -41,44 +42,42 @@ def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -
 
 
 def main() -> None:
-    plan = numerics.Plan.read(Path(sys.argv[1]))
+    heads_module.token_logprobs = _recording
+    run(lambda directory, layout, control, _: compare(directory, layout, control))
+
+
+def run(compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> NoReturn:
+    """Compare each of the plan's references at each layout; the last argument is where the comparison may write."""
+    try:
+        _run(numerics.Plan.read(Path(sys.argv[1])), compare_one)
+    except BaseException:  # noqa: BLE001  whatever it is: a rank that ended as usual would wait for the others
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run(plan: numerics.Plan, compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
-    engine_module.token_logprobs = _recording
     for name, fields in plan.layouts.items():
         layout = Layout.model_validate(fields)
         for family in plan.families[name]:
-            errors = compare(plan.references / family, layout, control)
+            out = plan.out / f"{name}.{family}"
+            errors = compare_one(plan.references / family, layout, control, out)
             if control.rank == 0:
-                (plan.out / f"{name}.{family}.json").write_bytes(msgspec.json.encode(errors))
+                out.with_name(out.name + ".json").write_bytes(msgspec.json.encode(errors))
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.Errors:
     reference = msgspec.json.decode((directory / "reference.json").read_bytes(), type=numerics.Reference)
     logits = load_file(directory / "logits.safetensors")["logits"]
     shape = read_model_shape(directory / "model")
-    recipe = Optimizer(
-        learning_rate=numerics.LEARNING_RATE,
-        betas=numerics.BETAS,
-        epsilon=numerics.EPSILON,
-        clip=numerics.CLIP,
-        weight_decay=numerics.WEIGHT_DECAY,
-    )
-    model = ModelEngine(
-        Model(path=directory / "model"),
-        shape,
-        layout,
-        device=CPU,
-        seed=0,
-        max_tokens_per_rank=96,
-        optimizer=recipe,
-        updates=2,
-    )
+    model = engine(directory / "model", shape, layout)
     sequences = [
         TokenSequence(row, 1, {"weight": weights})
         for row, weights in zip(numerics.rows(), numerics.token_weights(), strict=True)
@@ -115,6 +114,19 @@ def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.
     )
 
 
+def engine(directory: Path, shape: ModelShape, layout: Layout) -> ModelEngine:
+    """A model with the optimizer that the references were made with."""
+    recipe = Optimizer(
+        learning_rate=numerics.LEARNING_RATE,
+        betas=numerics.BETAS,
+        epsilon=numerics.EPSILON,
+        clip=numerics.CLIP,
+        weight_decay=numerics.WEIGHT_DECAY,
+    )
+    model = Model(path=directory)
+    return ModelEngine(model, shape, layout, device=CPU, seed=0, max_tokens_per_rank=96, optimizer=recipe, updates=2)
+
+
 def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) -> tuple[float, str]:
     """The largest difference of a gradient over its largest element, and whose it is."""
     for part in model._model:
@@ -134,9 +146,4 @@ def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) ->
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+    main()
