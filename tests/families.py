@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -26,6 +28,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from megarl.config import HeadName
 
 VOCAB = 101
 SIZES: dict[str, Any] = {
@@ -154,6 +158,13 @@ FAMILIES: dict[str, tuple[type[PreTrainedConfig], str, dict[str, Any]]] = {
 }
 """Name to transformers' class of the configuration, what its architecture's name begins with, and the fields."""
 
+AUTO: dict[HeadName, Any] = {
+    "policy": AutoModelForCausalLM,
+    "critic": AutoModelForTokenClassification,
+    "reward": AutoModelForSequenceClassification,
+}
+"""transformers' loader of the models with each head."""
+
 
 def family_config(name: str, **more: Any) -> PreTrainedConfig:
     """transformers' configuration of the family's small model; `more` replaces single fields."""
@@ -168,14 +179,16 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def write_model(name: str, directory: Path, *, seed: int = 0, **more: Any) -> PreTrainedModel:
+def write_model(
+    name: str, directory: Path, *, seed: int = 0, head: HeadName = "policy", **more: Any
+) -> PreTrainedModel:
     """Write a random model of the family as transformers does, and return it, in float32 and with plain attention.
 
     Norms, biases, sinks and routers are moved from their initial values, so that none can be lost unseen. Among
     processes that form a group, only the first writes.
     """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(family_config(name, **more), attn_implementation="eager").float().eval()
+    model = AUTO[head].from_config(family_config(name, **more), attn_implementation="eager").float().eval()
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if isinstance(tensor, torch.nn.Parameter):
             spread = 0.3 if key.endswith(("gate.weight", "router.weight", "sinks")) else 0.05

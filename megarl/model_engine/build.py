@@ -19,13 +19,12 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 from megarl.config import CosineSchedule, ExpertBalance, Layout, ModelShape, Optimizer
 from megarl.model_engine import cpu, patches
 from megarl.model_engine.architecture import make_config, model_arguments
 from megarl.model_engine.attention import PackedRope
-from megarl.model_engine.modules import HiddenOutput
+from megarl.model_engine.heads import OutputHead
 from megarl.model_engine.routing import tell_routers
 from megarl.model_engine.specification import block_specification
 
@@ -91,11 +90,18 @@ def _parallelism(layout: Layout) -> dict[str, Any]:
     return settings
 
 
-def build_model(config: TransformerConfig, shape: ModelShape, layout: Layout, balance: ExpertBalance) -> list[GPTModel]:
+def build_model(
+    config: TransformerConfig, shape: ModelShape, layout: Layout, balance: ExpertBalance, head: OutputHead
+) -> list[GPTModel]:
     """This rank's part of the model, with weights still to be loaded: one network for each part of its stage."""
     # finalize_model_grads moves the bias by the counts that routers keep
     config.moe_router_bias_update_rate = balance.bias_update_rate
-    return [_build_part(config, shape, layout, balance, part) for part in range(layout.interleave)]
+    parts = [_build_part(config, shape, layout, balance, part) for part in range(layout.interleave)]
+    for part in parts:
+        if part.post_process:
+            head.attach(part)
+        _mark_shards(part)
+    return parts
 
 
 def _build_part(
@@ -113,13 +119,10 @@ def _build_part(
         **model_arguments(shape),
     )
     _set_rope(model, shape)
-    if model.post_process:
-        model.output_layer.__class__ = HiddenOutput
     if model.pre_process and shape.embedding_scale != 1.0:
         scale = torch.tensor(shape.embedding_scale, dtype=config.params_dtype)
         model.embedding.register_forward_hook(lambda _, __, output: output * scale.to(output.device))
     tell_routers(model)
-    _mark_shards(model)
     return model
 
 
@@ -143,16 +146,6 @@ def _set_rope(model: GPTModel, shape: ModelShape) -> None:
         attention.kv_layernorm.eps = shape.latent.norm_epsilon
         if shape.latent.query_rank is not None:
             attention.q_layernorm.eps = shape.latent.norm_epsilon
-
-
-def output_weight(model: Any) -> Tensor:
-    """The rows of the vocabulary that this rank's last stage projects to, [V / tensor ranks, H]."""
-    network = getattr(model, "module", model)
-    return (
-        network.shared_embedding_or_output_weight()
-        if network.share_embeddings_and_output_weights
-        else network.output_layer.weight
-    )
 
 
 def _mark_shards(model: GPTModel) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer
+from megarl.config import ExpertBalance, HeadName, Layout, Model, ModelShape, Optimizer
 from megarl.data import plan_microbatches
 from megarl.model_engine import checkpoint
 from megarl.model_engine.build import (
@@ -23,11 +23,10 @@ from megarl.model_engine.build import (
     build_optimizer,
     init_model_parallel,
     learning_rate,
-    output_weight,
     transformer_config,
 )
 from megarl.model_engine.flops import training_flops
-from megarl.model_engine.logprobs import token_logprobs
+from megarl.model_engine.heads import output_head
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
@@ -58,8 +57,9 @@ class Metrics:
         return total
 
 
-# (micro-batch, logprobs [T], entropies [T]) -> (loss summed over this rank's tokens, sums, maxima)
-LossFunction = Callable[[MicroBatch, Tensor, Tensor], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]
+# (micro-batch, what the model's head gives) -> (loss summed over this rank's tokens, sums, maxima)
+# A policy's head gives logprobs [T] and entropies [T], a critic's or a reward model's values [T].
+LossFunction = Callable[Concatenate[MicroBatch, ...], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ class Update:
 
 
 class ModelEngine:
-    """One policy on all ranks. With `optimizer=None` its weights are frozen (a reference model).
+    """One model on all ranks: a policy, a critic or a reward model, as `shape.head` says.
+
+    With `optimizer=None` its weights are frozen (a reference model).
 
     All methods are collectives of all ranks. A batch is the same list of sequences on every rank.
     """
@@ -96,12 +98,12 @@ class ModelEngine:
         if not parallel_state.is_initialized():
             init_model_parallel(layout, device, seed, deadline_s)
         self._source, self._shape, self._layout, self._device = model.path, shape, layout, device
-        self._max_tokens, self._temperature = max_tokens_per_rank, temperature
+        self._max_tokens, self._head = max_tokens_per_rank, output_head(shape, temperature)
         self._alignment = Alignment(
             context=layout.context, context_rank=parallel_state.get_context_parallel_rank(), tensor=layout.tensor
         )
         config = transformer_config(shape, layout, getattr(torch, model.dtype), device)
-        parts = [part.to(device) for part in build_model(config, shape, layout, balance)]
+        parts = [part.to(device) for part in build_model(config, shape, layout, balance, self._head)]
         self._weights = ModelWeights(parts, shape, layout)
         self._weights.load(model.path)
         self._model: list[Any] = parts
@@ -128,14 +130,31 @@ class ModelEngine:
 
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
         """Log-probabilities of all response tokens: a flat float32 vector in the order of `sequences`, on all ranks."""
-        self._offloader.require("logprobs", "parameters")
+        return self._forward("policy", sequences)
+
+    def values(self, sequences: list[TokenSequence]) -> Tensor:
+        """A critic's values before each response token, in the form of `logprobs`."""
+        return self._forward("critic", sequences)
+
+    def scores(self, sequences: list[TokenSequence]) -> Tensor:
+        """A reward model's score of each whole sequence, float32, on all ranks.
+
+        Raises ValueError: a sequence ends in what config.json calls padding.
+        """
+        return self._forward("reward", sequences)
+
+    def _forward(self, head: HeadName, sequences: list[TokenSequence]) -> Tensor:
+        """What the head gives first, of all response tokens of the sequences that are fed."""
+        assert self._shape.head.name == head, f"a {self._shape.head.name} model is asked for what a {head} model gives"
+        self._offloader.require("a forward pass", "parameters")
+        sequences = self._head.fed(sequences)
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
-        def collect(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        def collect(batch: MicroBatch, output: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Any]]:
             if self._reports:
                 predicted = batch.mask > 0
-                flat[batch.response_index[predicted]] = logprobs[predicted]
-            return logprobs.sum() * 0, {}
+                flat[batch.response_index[predicted]] = output[predicted]
+            return output.sum() * 0, {}
 
         # forward_only does not switch autograd off
         with torch.no_grad():
@@ -146,14 +165,16 @@ class ModelEngine:
     def update(self, sequences: list[TokenSequence], loss: LossFunction) -> Update:
         """One optimizer update on the gradient of the sum of `loss` over all sequences.
 
+        A reward model's sequences count as one response token each: so many values have their columns.
+
         Raises FloatingPointError: the gradient is not finite.
         """
         assert self._optimizer_recipe is not None, "a frozen model cannot be updated"
         self._offloader.require("update", *PARTS)
         metrics = Metrics()
 
-        def counted(batch: MicroBatch, logprobs: Tensor, entropies: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            value, sums, maxima = loss(batch, logprobs, entropies)
+        def counted(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, sums, maxima = loss(batch, *outputs)
             if self._reports:
                 metrics.add(sums, maxima)
             return value, {}
@@ -161,7 +182,7 @@ class ModelEngine:
         for part in self._model:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(sequences, counted, forward_only=False)
+        self._run(self._head.fed(sequences), counted, forward_only=False)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -197,7 +218,7 @@ class ModelEngine:
             for bucket in self.weights.hf_buckets(_EXPORT_BUCKET_BYTES)
         )
         if dist.get_rank() == 0:
-            write_hf(buckets, self._source, target)
+            write_hf(buckets, self._source, target, head=self._shape.head.name)
         else:
             for _ in buckets:
                 pass
@@ -232,28 +253,19 @@ class ModelEngine:
         return collate(sequences, mine, self._alignment, self._device, equal=self._layout.interleave > 1)
 
     def _run(self, sequences: list[TokenSequence], loss: Callable[..., Any], *, forward_only: bool) -> None:
-        """Megatron's schedule over the micro-batches; `loss` gets (micro-batch, logprobs, entropies)."""
-        group = parallel_state.get_tensor_model_parallel_group()
+        """Megatron's schedule over the micro-batches; `loss` gets each with what the head gives."""
         batches = self._microbatches(sequences)
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
             ids = batch.input_ids[None]
-            hidden = model(ids, batch.packing.positions[None], None, packed_seq_params=batch.packing)
+            output = model(ids, batch.packing.positions[None], None, packed_seq_params=batch.packing)
 
-            def finish(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                logprobs, entropies = token_logprobs(
-                    hidden[0],
-                    output_weight(model),
-                    batch.targets,
-                    vocab=self._shape.vocab,
-                    temperature=self._temperature,
-                    group=group,
-                )
-                value, report = loss(batch, logprobs, entropies)
+            def finish(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+                value, report = loss(batch, *self._head.outputs(model, output, batch))
                 return value, torch.tensor(1, dtype=torch.int, device=self._device), report
 
-            return hidden, finish
+            return output, finish
 
         get_forward_backward_func()(
             forward_step_func=step,

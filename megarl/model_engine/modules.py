@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -109,3 +110,25 @@ class HiddenOutput(ColumnParallelLinear):
         else:
             whole = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         return whole, None
+
+
+class ScalarOutput(MegatronModule):
+    """An output layer of one row: a float32 value at each token, on every tensor-parallel rank.
+
+    Each rank has the whole row and makes the values of its part of the tokens. All ranks go on to the same loss, so
+    that the gathering's backward pass only hands out parts; Megatron sums the gradients of the marked parameters.
+    """
+
+    def __init__(self, config: TransformerConfig, *, bias: bool) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
+        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=config.params_dtype)) if bias else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def forward(self, input_: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        """[T / tensor ranks, 1, H] to [T, 1, 1]."""
+        values = F.linear(input_.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+        if self.config.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.families import FAMILIES, VOCAB, write_model
 from tests.distributed.hf_routing import Routers, Routing
+from tests.families import FAMILIES, VOCAB, write_model
 
 LENGTHS = [2, 37, 9, 64, 21, 5, 50, 14]
 LEARNING_RATE, BETAS, EPSILON, CLIP, WEIGHT_DECAY = 1e-3, (0.9, 0.95), 1e-6, 1.0, 0.1
@@ -130,29 +131,45 @@ def write_reference(family: str, directory: Path, routing: Routing = Routing(), 
     routers = Routers(model, LENGTHS, routing)
     with torch.no_grad():
         logits = torch.cat([model(torch.tensor([row])).logits[0, :-1] for row in rows()])
-    loss = _loss(model)
-    (loss + routers.loss()).backward()
+    routing.write(directory)
+    reference = learn(model, _loss, directory / "gradients", routers=routers)
+    save_file({"logits": logits}, directory / "logits.safetensors")
+    (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
+
+
+def learn(
+    model: Any,
+    loss: Callable[[Any], Tensor],
+    directory: Path,
+    *,
+    idle: str = "router.bias",
+    routers: Routers | None = None,
+) -> Reference:
+    """One step of AdamW on the clipped gradients of `loss`; the model itself is lost, and its gradients are written.
+
+    Only parameters with `idle` in their names may be without a gradient. `routers` add their losses and learn, too.
+    """
+    first = loss(model)
+    (first if routers is None else first + routers.loss()).backward()
     parameters = list(model.named_parameters())
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for _, p in parameters]
     grad_norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients))
     for (name, parameter), gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient * min(1.0, CLIP / (grad_norm + 1e-6))
-        assert gradient.any() or "router.bias" in name, f"{family}: {name} gets no gradient, so it is not tested"
+        assert gradient.any() or idle in name, f"{directory}: {name} gets no gradient, so it is not tested"
     decay = [p for _, p in parameters if p.dim() > 1]
     others = [p for _, p in parameters if p.dim() == 1]
     groups = [{"params": decay, "weight_decay": WEIGHT_DECAY}, {"params": others, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPSILON).step()
-    routers.write_experts(directory)
-    routers.move_bias()
+    if routers is not None:
+        routers.write_experts(directory.parent)
+        routers.move_bias()
     with torch.no_grad():
-        next_loss = float(_loss(model))
+        next_loss = float(loss(model))
         for (_, parameter), gradient in zip(parameters, gradients, strict=True):
             parameter.copy_(gradient)
-    model.save_pretrained(directory / "gradients")  # under the names that weights have on disk
-    save_file({"logits": logits}, directory / "logits.safetensors")
-    reference = Reference(loss=loss.item(), next_loss=next_loss, grad_norm=grad_norm)
-    routing.write(directory)
-    (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
+    model.save_pretrained(directory)  # under the names that weights have on disk
+    return Reference(loss=first.item(), next_loss=next_loss, grad_norm=grad_norm)
 
 
 def _loss(model: Any) -> Tensor:

@@ -9,9 +9,10 @@ import contextlib
 import copy
 import os
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -22,8 +23,8 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from safetensors.torch import load_file
 from torch import Tensor
 
-import megarl.model_engine.engine as engine_module
-from megarl.config import Layout, Model, Optimizer, read_model_shape
+import megarl.model_engine.heads as heads_module
+from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence, build, specification
 from megarl.model_engine.modules import ExpertOutput
 from megarl.model_engine.weights.files import HfReader
@@ -35,7 +36,7 @@ from tests.distributed.payload_sft import share_buckets
 DEADLINE_S = 240.0
 CPU = torch.device("cpu")
 _projected: list[tuple[Tensor, Tensor]] = []
-_token_logprobs = engine_module.token_logprobs
+_token_logprobs = heads_module.token_logprobs
 
 
 def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -> Any:
@@ -45,22 +46,37 @@ def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -
 
 
 def main() -> None:
-    plan = numerics.Plan.read(Path(sys.argv[1]))
+    heads_module.token_logprobs = _recording
+    run(lambda directory, layout, control, _: compare(directory, layout, control))
+
+
+def run(compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> NoReturn:
+    """Compare each of the plan's references at each layout; the last argument is where the comparison may write."""
+    try:
+        _run(numerics.Plan.read(Path(sys.argv[1])), compare_one)
+    except BaseException:  # noqa: BLE001  whatever it is: a rank that ended as usual would wait for the others
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _run(plan: numerics.Plan, compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
-    engine_module.token_logprobs = _recording
     for name, fields in plan.layouts.items():
         layout = Layout.model_validate(fields)
-        with REPAIRS[plan.without[name]]() if name in plan.without else contextlib.nullcontext():
-            compared = {family: compare(plan.references / family, layout, control) for family in plan.families[name]}
-        for family, errors in compared.items():
+        repair = plan.without.get(name)
+        for family in plan.families[name]:
+            out = plan.out / f"{name}.{family}"
+            with REPAIRS[repair]() if repair else contextlib.nullcontext():
+                errors = compare_one(plan.references / family, layout, control, out)
             if control.rank == 0:
-                (plan.out / f"{name}.{family}.json").write_bytes(msgspec.json.encode(errors))
+                out.with_name(out.name + ".json").write_bytes(msgspec.json.encode(errors))
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 @contextlib.contextmanager
@@ -112,24 +128,7 @@ def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.
     reference = msgspec.json.decode((directory / "reference.json").read_bytes(), type=numerics.Reference)
     logits = load_file(directory / "logits.safetensors")["logits"]
     shape = read_model_shape(directory / "model")
-    recipe = Optimizer(
-        learning_rate=numerics.LEARNING_RATE,
-        betas=numerics.BETAS,
-        epsilon=numerics.EPSILON,
-        clip=numerics.CLIP,
-        weight_decay=numerics.WEIGHT_DECAY,
-    )
-    model = ModelEngine(
-        Model(path=directory / "model"),
-        shape,
-        layout,
-        device=CPU,
-        seed=0,
-        max_tokens_per_rank=96,
-        optimizer=recipe,
-        balance=Routing.read(directory).balance,
-        updates=2,
-    )
+    model = engine(directory / "model", shape, layout, Routing.read(directory).balance)
     rows, weights = numerics.rows(), numerics.token_weights()
     sequences = [
         TokenSequence(row, 1, {"weight": weight}, experts)
@@ -173,6 +172,32 @@ def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.
 def expected_logprobs(logits: Tensor) -> Tensor:
     targets = torch.tensor([token for row in numerics.rows() for token in row[1:]])
     return torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+
+
+def engine(
+    directory: Path,
+    shape: ModelShape,
+    layout: Layout,
+    balance: ExpertBalance = ExpertBalance(),  # noqa: B008 (frozen)
+) -> ModelEngine:
+    """A model with the optimizer that the references were made with."""
+    return ModelEngine(
+        Model(path=directory),
+        shape,
+        layout,
+        device=CPU,
+        seed=0,
+        max_tokens_per_rank=96,
+        optimizer=Optimizer(
+            learning_rate=numerics.LEARNING_RATE,
+            betas=numerics.BETAS,
+            epsilon=numerics.EPSILON,
+            clip=numerics.CLIP,
+            weight_decay=numerics.WEIGHT_DECAY,
+        ),
+        balance=balance,
+        updates=2,
+    )
 
 
 def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) -> tuple[float, str]:

@@ -4,6 +4,7 @@ Reads JSON only, so that a recipe is checked on a login node before any model is
 exactly as transformers computes it is refused here, by the name of what is in the way.
 """
 
+from megarl.config.model.heads import CriticHead, Head, HeadName, PolicyHead, RewardHead, head_config
 from megarl.config.model.read import read_model_shape
 from megarl.config.model.types import (
     Activation,
@@ -23,15 +24,21 @@ from megarl.config.model.types import (
 __all__ = [
     "Activation",
     "ClampedSwiglu",
+    "CriticHead",
     "ExpertGroups",
     "Experts",
+    "Head",
+    "HeadName",
     "LatentAttention",
     "LinearScaling",
     "Llama3Scaling",
     "ModelShape",
+    "PolicyHead",
+    "RewardHead",
     "Rope",
     "RopeScaling",
     "Window",
     "YarnScaling",
+    "head_config",
     "read_model_shape",
 ]

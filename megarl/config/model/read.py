@@ -9,11 +9,12 @@ from typing import Any
 from megarl.config.errors import RecipeError
 from megarl.config.model.families import ARCHITECTURES, Family, check_experts
 from megarl.config.model.fields import Fields, count, flag, number, require
+from megarl.config.model.heads import HeadName, PolicyHead, read_head, split_architecture
 from megarl.config.model.types import ModelShape
 
 
-def read_model_shape(path: Path) -> ModelShape:
-    """Read `path`/config.json.
+def read_model_shape(path: Path, head: HeadName = "policy") -> ModelShape:
+    """Read `path`/config.json, of a model that is to have `head`.
 
     Raises RecipeError: no such directory or file, not JSON, a field missing or wrong, or a model that is not supported.
     """
@@ -36,19 +37,21 @@ def read_model_shape(path: Path) -> ModelShape:
     if not isinstance(config, dict):
         raise RecipeError(f"{file}: expected an object with the model's configuration, found {config!r:.60}")
     try:
-        return _shape(config)
+        return _shape(config, path, head)
     except RecipeError as error:
         raise RecipeError(f"{file}: {error}") from None
 
 
-def _shape(config: Fields) -> ModelShape:
-    family = _family(config)
+def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
+    decoder, stored = _architecture(config)
+    family = ARCHITECTURES[f"{decoder}ForCausalLM"]
     require(config, *family.activation)
     if config.get("quantization_config"):
         raise RecipeError("the weights are quantized (quantization_config), which is not supported; take the original")
     extra = family.read(config)
     if extra.get("experts") is not None:
         check_experts(extra["experts"])
+    head = read_head(config, directory, decoder, stored, wanted)
     sizes: dict[str, Any] = {
         "layers": count(config, "num_hidden_layers"),
         "hidden": count(config, "hidden_size"),
@@ -57,23 +60,26 @@ def _shape(config: Fields) -> ModelShape:
         "vocab": count(config, "vocab_size"),
         "max_positions": count(config, "max_position_embeddings"),
         "norm_epsilon": number(config, "rms_norm_eps"),
-        "tied": flag(config, "tie_word_embeddings", family.tied),
+        "head": head,
+        "tied": flag(config, "tie_word_embeddings", family.tied) and isinstance(head, PolicyHead),
     }
     if extra.get("latent") is None:
         sizes |= _head_sizes(config, family)
     return ModelShape(family=family.name, **sizes, **extra)
 
 
-def _family(config: Fields) -> Family:
+def _architecture(config: Fields) -> tuple[str, HeadName]:
+    """The decoder, such as Llama, and the head of the checkpoint."""
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
         raise RecipeError(f"architectures is {names!r:.60}; expected a list of one of {', '.join(ARCHITECTURES)}")
     name = str(names[0])
     if other := sorted(config.keys() & {"audio_config", "text_config", "vision_config"}):
         raise RecipeError(f"architecture {name} has {other[0]}; models of more than text are not supported")
-    if name not in ARCHITECTURES:
+    found = split_architecture(name, (policy.removesuffix("ForCausalLM") for policy in ARCHITECTURES))
+    if found is None:
         raise RecipeError(f"architecture {name} is not supported; known are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[name]
+    return found
 
 
 def _head_sizes(config: Fields, family: Family) -> dict[str, int]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from megarl.config.model.heads import POLICY, Head, PolicyHead
+
 
 @dataclass(frozen=True)
 class LinearScaling:
@@ -147,7 +149,8 @@ class ModelShape:
     `softmax_scale` None means 1 / sqrt(head_dim). `sinks`: each head has a logit that takes part in the softmax and
     attends to nothing. `unit_norms`: norms multiply by 1 + weight. `post_norms`: attention's and the MLP's output are
     normed before they are added. Embeddings are multiplied by `embedding_scale`. `mtp_layers`: multi-token-prediction
-    layers that the checkpoint may have; they are not read, trained or written.
+    layers that the checkpoint may have; they are not read, trained or written. Without a policy's head there is no
+    output matrix, and nothing is `tied`.
     """
 
     family: str
@@ -175,6 +178,7 @@ class ModelShape:
     post_norms: bool = False
     embedding_scale: float = 1.0
     mtp_layers: int = 0
+    head: Head = POLICY
 
     @property
     def rope_theta(self) -> float:
@@ -192,7 +196,7 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Weights of the whole model, norms and biases among them; a tied embedding counts once."""
-        outside = self.hidden + self.vocab * self.hidden * (1 if self.tied else 2)
+        outside = self.hidden + self.vocab * self.hidden + self._head()
         norms = self.hidden * (4 if self.post_norms else 2)
         mlps = sum(self._mlp(layer) for layer in range(self.layers))
         return outside + self.layers * (norms + self._attention()) + mlps
@@ -204,6 +208,11 @@ class ModelShape:
             return self.parameters
         idle = len(self.experts.layers) * (self.experts.count - self.experts.active)
         return self.parameters - idle * self._expert()
+
+    def _head(self) -> int:
+        if isinstance(self.head, PolicyHead):
+            return 0 if self.tied else self.vocab * self.hidden
+        return self.hidden + len(self.head.tensors) - 1
 
     def _attention(self) -> int:
         query, key_value = self.heads * self.head_dim, self.kv_heads * self.head_dim

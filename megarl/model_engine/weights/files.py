@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config import RecipeError, read_model_shape
+from megarl.config import HeadName, ModelShape, RecipeError, head_config, read_model_shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
@@ -62,38 +62,42 @@ class HfReader:
 
 
 def write_hf(
-    buckets: Iterable[list[tuple[str, Tensor]]], source: Path, target: Path, *, file_bytes: int = _FILE_BYTES
+    buckets: Iterable[list[tuple[str, Tensor]]],
+    source: Path,
+    target: Path,
+    *,
+    head: HeadName = "policy",
+    file_bytes: int = _FILE_BYTES,
 ) -> None:
     """Write the tensors of `buckets` with the configuration and tokenizer of `source` to the directory `target`.
 
+    `head` is the tensors', which `source` need not have.
     Each weight file has at most `file_bytes` of tensors, or a single larger one. Slices are stacked again when all
     experts' have come, in whatever order; the configuration says how many there are.
 
     It is written aside and renamed, so `target` exists whole or not at all; an older `target` is replaced.
     """
-    aside = target.with_name(target.name + ".partial")
+    shape, aside = read_model_shape(source, head), target.with_name(target.name + ".partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
             shutil.copyfile(file, aside / file.name)
-    _write_weights(_stacked(buckets, source), aside, file_bytes)
+    dtype = _write_weights(_stacked(buckets, shape), aside, file_bytes)
+    _write_config(aside / "config.json", shape, dtype)
     shutil.rmtree(target, ignore_errors=True)
     aside.rename(target)
 
 
-def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], source: Path) -> Iterator[tuple[str, Tensor]]:
+def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
     """The tensors of `buckets` one by one, with slices as the whole tensors of which they are part."""
     waiting: dict[str, dict[int, Tensor]] = {}
-    slices = 0
+    slices = shape.experts.count if shape.experts else 0
     for name, tensor in (pair for bucket in buckets for pair in bucket):
         whole, index = _split_index(name)
         if index is None:
             yield name, tensor
             continue
-        if not slices:
-            experts = read_model_shape(source).experts
-            slices = experts.count if experts else 0
         assert index < slices, f"{name}, but the model has {slices} experts"
         parts = waiting.setdefault(whole, {})
         parts[index] = tensor.detach().cpu().clone()
@@ -108,7 +112,8 @@ def _split_index(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int) -> None:
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int) -> str:
+    """Returns the tensors' type."""
     parts: list[Path] = []
     file_of: dict[str, int] = {}
     pending: dict[str, Tensor] = {}
@@ -137,6 +142,11 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_
             part.rename(directory / name)
         index = {"metadata": {"total_size": total}, "weight_map": {key: names[i] for key, i in file_of.items()}}
         (directory / INDEX).write_text(json.dumps(index, indent=2))
-    config = json.loads((directory / "config.json").read_text())
+    return dtype
+
+
+def _write_config(file: Path, shape: ModelShape, dtype: str) -> None:
+    """Make the copied configuration that of the weights beside it."""
+    config = head_config(json.loads(file.read_text()), shape.head)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    file.write_text(json.dumps(config, indent=2) + "\n")

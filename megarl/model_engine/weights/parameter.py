@@ -15,7 +15,8 @@ class Parameter:
     `engine` is the name under which SGLang holds it, fused as in Megatron; None where that is not known.
     `layer` is None outside the layers. A parameter of an `expert`, numbered in the whole model, is on the ranks that
     have that expert, and its layout splits it over the expert-tensor-parallel ranks. `float32` stays so whatever the
-    model's type; it is a buffer of Megatron's, which no gradient reaches.
+    model's type; it is a buffer of Megatron's, which no gradient reaches. What is `missing` in the checkpoint that is
+    loaded starts as zeros.
     """
 
     megatron: str
@@ -27,6 +28,7 @@ class Parameter:
     last_stage: bool = False
     expert: int | None = None
     float32: bool = False
+    missing: bool = False
 
 
 @dataclass(frozen=True)

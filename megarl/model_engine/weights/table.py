@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.config import ModelShape
+from megarl.config import ModelShape, PolicyHead
 from megarl.model_engine.weights.families import layer_parameters
 from megarl.model_engine.weights.layouts import Replicated, Vocabulary
 from megarl.model_engine.weights.parameter import Parameter
@@ -27,9 +27,29 @@ def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
         *(parameter for layer in range(shape.layers) for parameter in layer_parameters(shape, layer)),
         Parameter("decoder.final_layernorm.weight", (final,), final, Replicated(), ((shape.hidden,),), last_stage=True),
     ]
+    if not isinstance(shape.head, PolicyHead):
+        return [replace(parameter, engine=None) for parameter in [*parameters, *_scalar_head(shape)]]
     if not shape.tied:
         parameters.append(Parameter("output_layer.weight", (output,), output, vocabulary, table, last_stage=True))
     if shape.experts is not None or shape.latent is not None or shape.unit_norms:
         # SGLang has layouts of its own here: experts by its options, absorbed projections, Gemma's whole embedding
         parameters = [replace(parameter, engine=None) for parameter in parameters]
     return parameters
+
+
+def _scalar_head(shape: ModelShape) -> list[Parameter]:
+    """One row, and maybe its bias, on every rank of the last stage."""
+    assert not isinstance(shape.head, PolicyHead)
+    sizes: dict[str, tuple[int, ...]] = {"score.weight": (1, shape.hidden), "score.bias": (1,)}
+    return [
+        Parameter(
+            name.replace("score", "output_layer"),
+            (name,),
+            None,
+            Replicated(),
+            (sizes[name],),
+            last_stage=True,
+            missing=name in shape.head.missing,
+        )
+        for name in shape.head.tensors
+    ]

@@ -18,6 +18,7 @@ from megarl.model_engine.offload import PartAwayError
 from megarl.model_engine.weights.files import HfReader
 from megarl.model_engine.weights.parameter import Parameter
 from megarl.model_engine.weights.table import model_parameters
+from megarl.runtime import LOGGER
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 
@@ -55,10 +56,13 @@ class ModelWeights:
             if self._shape.tied and parameter.megatron == "embedding.word_embeddings.weight":
                 names.add("output_layer.weight")  # the last pipeline stage's copy
             for name in names & todo.keys():
-                parts = [reader.tensor(hf, size) for hf, size in zip(parameter.hf, parameter.hf_shapes, strict=True)]
+                named = zip(parameter.hf, parameter.hf_shapes, strict=True)
+                parts = [torch.zeros(size) if parameter.missing else reader.tensor(hf, size) for hf, size in named]
                 whole = parameter.layout.to_megatron(parts)
                 todo.pop(name).copy_(parameter.layout.shard(whole, *_tensor_place(parameter)))
         assert not todo, f"the weight table does not know {sorted(todo)}"
+        if new := [hf for parameter in self.parameters if parameter.missing for hf in parameter.hf]:
+            LOGGER.info("%s has no %s: it starts from zero", directory, " and no ".join(new))
 
     @torch.no_grad()
     def hf_buckets(self, limit_bytes: int) -> Iterator[Bucket]:
