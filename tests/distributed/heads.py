@@ -99,6 +99,6 @@ def write_reference(name: str, directory: Path) -> None:
 
     # nothing comes back through a head that is zero
     idle = "model." if case.stored == "policy" else "router.bias"
-    reference = learn(model, loss, directory / "gradients", idle)
+    reference = learn(model, loss, directory / "gradients", idle=idle)
     save_file({"outputs": found}, directory / "outputs.safetensors")
     (directory / "reference.json").write_bytes(msgspec.json.encode(reference))
