@@ -1,4 +1,5 @@
-"""Megatron: a policy built from a Hugging Face directory, its forward pass, update, weights and checkpoints.
+"""Megatron: a policy, critic or reward model built from a Hugging Face directory, its forward pass, update, weights and
+checkpoints.
 
 The trainer drives a `ModelEngine`; the checkpoint engine reads its `weights`; a benchmark measures `token_logprobs`.
 Nothing else imports megatron, and this room never imports sglang. Megatron's import takes seconds, so it happens where
