@@ -26,7 +26,7 @@ PAIRS = [
     (family, head)
     for family in FAMILIES
     for head in ("critic", "reward")
-    if not (family == "glm4_moe" or (head == "critic" and family in ("gemma3", "deepseek_v2", "deepseek_v2_lite")))
+    if not (family == "glm4_moe" or (head == "critic" and family.startswith(("gemma3", "deepseek_v2"))))
 ]
 
 
