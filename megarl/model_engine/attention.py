@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class Block:
     keys: Int[Tensor, "B Lk"]
     query_positions: Int[Tensor, "B Lq"]
 
+    def to(self, device: torch.device) -> Block:
+        return Block(self.queries.to(device), self.keys.to(device), self.query_positions.to(device))
+
 
 @dataclass
 class Packing(PackedSeqParams):
@@ -47,8 +50,12 @@ class Packing(PackedSeqParams):
     order: Any = None
     routing: Any = None
 
+    def to(self, device: torch.device) -> Packing:
+        blocks = [block.to(device) for block in self.blocks]
+        return replace(self, positions=self.positions.to(device), blocks=blocks, order=self.order.to(device))
 
-def pack(lengths: Sequence[int], *, rank: int, size: int, device: torch.device) -> Packing:
+
+def pack(lengths: Sequence[int], *, rank: int, size: int) -> Packing:
     """Lay out sequences of `lengths` tokens for context-parallel rank `rank` of `size`.
 
     Each rank has two of the 2 x size equal chunks of every sequence, one from either end, so that all have the same
@@ -68,12 +75,8 @@ def pack(lengths: Sequence[int], *, rank: int, size: int, device: torch.device) 
         for row, i in enumerate(indices):
             places[i] = outputs + row * queries.shape[1] + torch.arange(parts[i].tokens)
         outputs += queries.numel()
-        blocks.append(Block(queries.to(device), keys.to(device), positions.to(device)))
-    return Packing(
-        positions=torch.cat([part.positions for part in parts]).to(device),
-        blocks=blocks,
-        order=torch.cat(places).to(device),
-    )
+        blocks.append(Block(queries, keys, positions))
+    return Packing(positions=torch.cat([part.positions for part in parts]), blocks=blocks, order=torch.cat(places))
 
 
 class _Part:
@@ -194,10 +197,13 @@ class PackedAttention(MegatronModule):
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, block: Block) -> Float[Tensor, "rows heads Dv"]:
         q = query[block.queries].transpose(1, 2)
         k, v = (x[block.keys].transpose(1, 2) for x in (key, value))
-        plain = self.window is None and self._context.size() == 1
+        plain = self.window is None and self._context.size() == 1 and self.softmax_offset is None
         mask = None if plain else self._visible(block)
         if self.softmax_offset is not None:
             k, v, mask = self._with_sinks(k, v, self._visible(block))
+        if q.is_cuda and (mask is not None or q.dtype is torch.float32):
+            # flash attention takes neither, and torch's other kernel that never holds all scores takes no groups
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self._scale, enable_gqa=q.shape[1] != k.shape[1]
         )

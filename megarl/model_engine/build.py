@@ -47,6 +47,22 @@ def init_model_parallel(layout: Layout, device: torch.device, seed: int, deadlin
     model_parallel_cuda_manual_seed(seed)
 
 
+def check_model_parallel(layout: Layout) -> None:
+    """Raise ValueError unless Megatron's process groups, of which a process has one set, are those of `layout`."""
+    found = Layout(
+        tensor=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline=parallel_state.get_pipeline_model_parallel_world_size(),
+        interleave=parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        context=parallel_state.get_context_parallel_world_size(),
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
+        recompute=layout.recompute,
+        overlap=layout.overlap,
+    )
+    if found != layout:
+        raise ValueError(f"all models of a process share one layout; the first has ({found}), this one ({layout})")
+
+
 def transformer_config(
     shape: ModelShape, layout: Layout, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
@@ -140,9 +156,12 @@ def _set_rope(model: GPTModel, shape: ModelShape) -> None:
             )
         model.rotary_pos_emb = PackedRope(own, shape.max_positions)
         return
+    rope = None
     for layer in model.decoder.layers:
         attention = layer.self_attention
-        attention.rotary_pos_emb = PackedRope([attention.rotary_pos_emb], shape.max_positions, latent=True)
+        # one table for all layers
+        rope = rope or PackedRope([attention.rotary_pos_emb], shape.max_positions, latent=True)
+        attention.rotary_pos_emb = rope
         attention.kv_layernorm.eps = shape.latent.norm_epsilon
         if shape.latent.query_rank is not None:
             attention.q_layernorm.eps = shape.latent.norm_epsilon
@@ -235,7 +254,8 @@ def learning_rate(recipe: Optimizer, update: int, updates: int) -> float:
         return recipe.learning_rate * (update + 1) / recipe.warmup_steps
     if not isinstance(recipe.schedule, CosineSchedule):
         return recipe.learning_rate
-    progress = (update - recipe.warmup_steps) / max(updates - 1 - recipe.warmup_steps, 1)
+    falling = updates - 1 - recipe.warmup_steps
+    progress = (update - recipe.warmup_steps) / falling if falling > 0 else 1.0
     floor = recipe.schedule.final_ratio
     return recipe.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 

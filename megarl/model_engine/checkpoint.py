@@ -41,11 +41,21 @@ def load(directory: Path, model: list[Any], optimizer: Any) -> None:
                 values["step"] = values["step"].clone()
 
 
+def _tell_step(optimizer: Any) -> None:
+    """A stage without experts has an optimizer for them all the same, without a state to read the step from."""
+    steps = {
+        float(s["step"]) for one in optimizer.chained_optimizers for s in one.optimizer.state.values() if "step" in s
+    }
+    for one in optimizer.chained_optimizers:
+        one.step_of_others = max(steps, default=0.0)
+
+
 def _state(model: list[Any], optimizer: Any, *, loading: bool) -> dict[str, Any]:
     metadata = {**_SHARDING, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {
         f"model_{index}": part.module.sharded_state_dict(metadata=metadata) for index, part in enumerate(model)
     }
+    _tell_step(optimizer)
     state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=loading, metadata=metadata)
     return state
 

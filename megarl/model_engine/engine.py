@@ -21,6 +21,7 @@ from megarl.model_engine.build import (
     add_gradients,
     build_model,
     build_optimizer,
+    check_model_parallel,
     init_model_parallel,
     learning_rate,
     transformer_config,
@@ -46,7 +47,8 @@ class Metrics:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
         for name, value in maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, -math.inf), float(value))
+            before, new = self.maxima.get(name, -math.inf), float(value)
+            self.maxima[name] = before if math.isnan(before) or new <= before else new  # NaN stays
 
     @classmethod
     def merge(cls, parts: list[Metrics]) -> Metrics:
@@ -95,7 +97,9 @@ class ModelEngine:
         deadline_s: float = 1800.0,
     ) -> None:
         """Build the model and load its weights. `updates` is the length of the learning rate's schedule."""
-        if not parallel_state.is_initialized():
+        if parallel_state.is_initialized():
+            check_model_parallel(layout)
+        else:
             init_model_parallel(layout, device, seed, deadline_s)
         self._source, self._shape, self._layout, self._device = model.path, shape, layout, device
         self._max_tokens, self._head = max_tokens_per_rank, output_head(shape, temperature)
@@ -123,9 +127,7 @@ class ModelEngine:
     def weights(self) -> ModelWeights:
         """The weights after the last update, which `layout.overlap` would else leave to the next forward pass."""
         self._offloader.require("weights", "parameters")
-        if self._optimizer_recipe is not None and self._layout.overlap:
-            for part in self._model:
-                part.start_param_sync(force_sync=True)
+        self._gather_parameters()
         return self._weights
 
     def logprobs(self, sequences: list[TokenSequence]) -> Tensor:
@@ -171,18 +173,21 @@ class ModelEngine:
         """
         assert self._optimizer_recipe is not None, "a frozen model cannot be updated"
         self._offloader.require("update", *PARTS)
-        metrics = Metrics()
+        seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
 
         def counted(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
             value, sums, maxima = loss(batch, *outputs)
             if self._reports:
-                metrics.add(sums, maxima)
+                seen.append((sums, maxima))
             return value, {}
 
         for part in self._model:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._run(self._head.fed(sequences), counted, forward_only=False)
+        metrics = Metrics()
+        for sums, maxima in seen:  # not before: reading a value waits for the device
+            metrics.add(sums, maxima)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -203,6 +208,7 @@ class ModelEngine:
     def save(self, directory: Path) -> None:
         """Write model and optimizer as a distributed checkpoint that any layout can load."""
         self._offloader.require("save", "parameters", "optimizer")
+        self._gather_parameters()
         checkpoint.save(directory, self._model, self._optimizer)
 
     def load(self, directory: Path, update_count: int) -> None:
@@ -236,6 +242,12 @@ class ModelEngine:
         """Bring back `parts`, or all. What is there already stays as it is."""
         return self._offloader.onload(parts or PARTS)
 
+    def _gather_parameters(self) -> None:
+        """With `layout.overlap` a rank has after an update its own part of the new weights, and old ones else."""
+        if self._optimizer_recipe is not None and self._layout.overlap:
+            for part in self._model:
+                part.start_param_sync(force_sync=True)
+
     def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's; as many on every rank."""
         given = (sequence.experts for sequence in sequences if sequence.experts is not None)
@@ -246,7 +258,7 @@ class ModelEngine:
             ranks=parallel_state.get_data_parallel_world_size(),
             cost=lambda length: training_flops(self._shape, length),
         )
-        mine = plan[parallel_state.get_data_parallel_rank()] or [[]]
+        mine = plan[parallel_state.get_data_parallel_rank()]
         # interleaved stages take turns in groups of one micro-batch for each stage
         group = self._layout.pipeline if self._layout.interleave > 1 else 1
         mine += [[]] * (-len(mine) % group)
@@ -255,6 +267,7 @@ class ModelEngine:
     def _run(self, sequences: list[TokenSequence], loss: Callable[..., Any], *, forward_only: bool) -> None:
         """Megatron's schedule over the micro-batches; `loss` gets each with what the head gives."""
         batches = self._microbatches(sequences)
+        one = torch.tensor(1, dtype=torch.int, device=self._device)
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
@@ -263,7 +276,7 @@ class ModelEngine:
 
             def finish(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 value, report = loss(batch, *self._head.outputs(model, output, batch))
-                return value, torch.tensor(1, dtype=torch.int, device=self._device), report
+                return value, one, report
 
             return output, finish
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from megarl.model_engine.attention import Packing, pack
 from megarl.model_engine.routing import RoutedTokens
 
+_COLUMN = "column "  # before the names of columns, where they lie beside the micro-batch's own tensors
+
 
 @dataclass(frozen=True)
 class TokenSequence:
@@ -25,6 +27,13 @@ class TokenSequence:
     prompt_length: int
     columns: dict[str, Tensor] = field(default_factory=dict)
     experts: Int[Tensor, "inputs layers active"] | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_length <= len(self.input_ids):
+            raise ValueError(
+                f"prompt_length is {self.prompt_length}, expected 1 to {len(self.input_ids)}, the sequence's tokens:"
+                " a response is predicted from a prompt"
+            )
 
     @property
     def response_length(self) -> int:
@@ -128,12 +137,12 @@ def _collate(
     if missing := total - sum(lengths):
         nothing = {name: torch.empty(0) for name in batch.columns}
         chosen, lengths = [*chosen, (TokenSequence([0], 1, nothing), 0)], [*lengths, missing]
-    packing = pack(lengths, rank=alignment.context_rank, size=alignment.context, device=device)
+    packing = pack(lengths, rank=alignment.context_rank, size=alignment.context)
     rows = [
         _row(sequence, start, length) | _routed(sequence, number, length, batch.choices)
         for number, ((sequence, start), length) in enumerate(zip(chosen, lengths, strict=True))
     ]
-    mine = _mine(lengths, packing.positions.cpu(), alignment.context)
+    mine = _mine(lengths, packing.positions, alignment.context)
     whole = {name: torch.cat([row[name] for row in rows])[mine].to(device) for name in rows[0]}
     packing.routing = RoutedTokens(
         experts=whole.pop("experts", None),
@@ -148,8 +157,8 @@ def _collate(
         targets=whole.pop("targets"),
         mask=whole.pop("mask"),
         response_index=whole.pop("response_index"),
-        columns={name: whole[name] for name in batch.columns},
-        packing=packing,
+        columns={name: whole[_COLUMN + name] for name in batch.columns},
+        packing=packing.to(device),
     )
 
 
@@ -163,8 +172,8 @@ def _row(sequence: TokenSequence, start: int, length: int) -> dict[str, Tensor]:
     row["mask"][predicted] = 1
     row["response_index"][predicted] = torch.arange(start, start + sequence.response_length)
     for name, values in sequence.columns.items():
-        row[name] = torch.zeros(length, dtype=values.dtype)
-        row[name][predicted] = values
+        row[_COLUMN + name] = torch.zeros(length, dtype=values.dtype)
+        row[_COLUMN + name][predicted] = values
     return row
 
 

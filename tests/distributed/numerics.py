@@ -51,8 +51,8 @@ LAYOUTS: dict[int, dict[str, Layout]] = {
 }
 """By the number of ranks. With tensor parallelism activations are split along the sequence, too."""
 
-LOGITS, GRADIENT, GRAD_NORM, NEXT_LOSS = 1e-5, 1e-5, 1e-5, 1e-5
-"""What an error may be at most; that of logits is absolute, the others are relative."""
+ABSOLUTE, RELATIVE = 1e-5, 1e-5
+"""What an error may be at most: those of logits and log-probabilities are absolute, the others relative."""
 
 
 def families_of(layout: Layout) -> list[str]:
@@ -97,8 +97,8 @@ class Errors(msgspec.Struct):
     @property
     def good(self) -> bool:
         """Whether all are within their limits."""
-        limits = {self.logits: LOGITS, self.gradient: GRADIENT, self.grad_norm: GRAD_NORM, self.next_loss: NEXT_LOSS}
-        return all(error <= limit for error, limit in limits.items())
+        absolute, relative = [self.logits, self.logprobs], [self.gradient, self.grad_norm, self.loss, self.next_loss]
+        return max(absolute) <= ABSOLUTE and max(relative) <= RELATIVE
 
 
 class Reference(msgspec.Struct):

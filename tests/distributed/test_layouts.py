@@ -1,7 +1,7 @@
 """One model, many layouts: the same losses, gradients and weights as a plain transformers loop, whatever the layout.
 
 Each layout is started once and does everything for all three families. TP2 runs first: it writes the checkpoints that
-PP2 and DP2 continue, and ends by losing a rank.
+PP2 continues, and ends by losing a rank.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Shape:
     ranks: int
     layout: dict[str, int | str | bool]
     launcher: Launcher = "mpirun"
-    load: bool = False
+    load: str = ""  # the layout whose checkpoint it continues
 
 
 LAYOUTS = {
     "tp1": Shape(1, {}),
     "tp2": Shape(2, {"tensor": 2}),
-    "pp2": Shape(2, {"pipeline": 2}, load=True),
-    "dp2": Shape(2, {}, launcher="torchrun", load=True),
+    "pp2": Shape(2, {"pipeline": 2}, load="tp2"),
+    "dp2": Shape(2, {}, launcher="torchrun", load="dp2_overlap"),
     "cp2": Shape(2, {"context": 2}),
-    "pp2_interleave2": Shape(2, {"pipeline": 2, "interleave": 2}, load=True),
+    "pp2_interleave2": Shape(2, {"pipeline": 2, "interleave": 2}, load="tp2"),
     "dp2_overlap": Shape(2, {"overlap": True, "recompute": "selective"}),
     "tp2_pp2_recompute": Shape(4, {"tensor": 2, "pipeline": 2, "recompute": "full"}),
     "tp2_cp2": Shape(4, {"tensor": 2, "context": 2}),
@@ -90,8 +90,8 @@ class Runs:
             layout=shape.layout,
             out=self._directory / name,
             checkpoint_after=CHECKPOINT_AFTER,
-            save=name == "tp2",
-            load=self["tp2"].out if shape.load else None,
+            save=name in {shape.load for shape in LAYOUTS.values()},
+            load=self[shape.load].out if shape.load else None,
             linger=name == "tp2",
         )
         plan.out.mkdir()
@@ -296,7 +296,7 @@ def test_the_cpu_shim_leaves_device_contexts_alone(runs: Runs) -> None:
 @pytest.mark.parametrize("layout", [name for name, shape in LAYOUTS.items() if shape.load])
 @families
 def test_a_checkpoint_goes_on_at_another_layout(layout: str, family: str, runs: Runs) -> None:
-    seen, saved = runs[layout].report.families[family], runs["tp2"].report.families[family]
+    seen, saved = runs[layout].report.families[family], runs[LAYOUTS[layout].load].report.families[family]
     assert seen.resumed_losses == pytest.approx(saved.losses[CHECKPOINT_AFTER:], rel=1e-5)
     assert seen.resumed_grad_norms == pytest.approx(saved.grad_norms[CHECKPOINT_AFTER:], rel=1e-4)
 

@@ -97,7 +97,7 @@ def test_without_need_only_the_alignment_is_padding() -> None:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_blocks_find_all_keys_of_a_sequence_in_order(size: int) -> None:
     lengths = [8, 16, 8, 64, 40]
-    packings = [pack(lengths, rank=rank, size=size, device=CPU) for rank in range(size)]
+    packings = [pack(lengths, rank=rank, size=size) for rank in range(size)]
     positions = torch.cat([packing.positions for packing in packings])  # as gathered from the ranks
     starts = [sum(lengths[:i]) // size for i in range(len(lengths))]
     local = sum(lengths) // size
@@ -117,7 +117,7 @@ def test_attention_is_that_of_each_sequence_alone(context: int, window: int | No
     """Forward and backward, against float64 written out for one sequence at a time."""
     torch.manual_seed(0)
     lengths, heads, kv_heads, size = [7, 1, 20, 33, 9], 4, 2, 8
-    packing = pack(lengths, rank=0, size=1, device=CPU)
+    packing = pack(lengths, rank=0, size=1)
     query, key, value = (torch.randn(sum(lengths), n, size, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     module = attention(window, heads if sinks else 0)
     upstream = torch.randn(sum(lengths), heads * size)
@@ -167,6 +167,6 @@ def alone(query: Tensor, key: Tensor, value: Tensor, window: int | None, sinks: 
 
 def test_a_packing_is_what_megatron_hands_on() -> None:
     """It must not say that it is "thd", which Megatron would rotate sequence by sequence."""
-    packing = pack([4], rank=0, size=1, device=CPU)
+    packing = pack([4], rank=0, size=1)
     assert isinstance(packing, Packing)
     assert packing.qkv_format is None

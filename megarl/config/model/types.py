@@ -180,11 +180,6 @@ class ModelShape:
     mtp_layers: int = 0
     head: Head = POLICY
 
-    @property
-    def rope_theta(self) -> float:
-        """The base of the rotary frequencies, outside windows that have their own."""
-        return self.rope.theta
-
     def padded_vocab(self, tensor: int) -> int:
         """Vocabulary rows so that each of `tensor` ranks has the same number of them."""
         return -(-self.vocab // tensor) * tensor

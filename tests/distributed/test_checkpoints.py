@@ -1,0 +1,43 @@
+"""A checkpoint of any family goes on at another layout: the same losses and gradient norms as without the change."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.distributed.launch import run
+from tests.families import write_model
+
+pytestmark = pytest.mark.distributed
+
+# family, the layout that saves, the layout that goes on; all on 4 ranks
+CASES = [
+    ("glm4_moe", {"pipeline": 4}, {"tensor": 2, "expert": 2}),  # the first stage has no experts
+    ("qwen3_moe_mixed", {"pipeline": 2, "expert": 2}, {"context": 2, "pipeline": 2}),
+    ("deepseek_v3", {"tensor": 2, "expert_tensor": 2, "expert": 2}, {"pipeline": 4}),
+    ("gpt_oss", {"tensor": 2, "expert": 2}, {"pipeline": 2, "interleave": 2, "expert": 2}),
+    ("gemma3", {"pipeline": 2}, {"overlap": True}),  # embeddings tied over stages, in data-parallel buckets
+    ("qwen2", {"overlap": True}, {"tensor": 2, "context": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[list[float]]]]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for family, _, _ in CASES:
+        write_model(family, directory / family)
+    plan = directory / "plan.json"
+    plan.write_text(json.dumps([[str(directory / family), saved, loaded] for family, saved, loaded in CASES]))
+    run("mpirun", 4, "payload_checkpoints.py", plan, log=directory / "log")
+    found = msgspec.json.decode(Path(directory / "plan.seen").read_bytes())
+    return {family: both for (family, _, _), both in zip(CASES, found, strict=True)}
+
+
+@pytest.mark.parametrize("family", [family for family, _, _ in CASES])
+def test_a_checkpoint_goes_on_at_another_layout(family: str, seen: dict[str, list[list[list[float]]]]) -> None:
+    went_on, resumed = seen[family]
+    for expected, found in zip(went_on, resumed, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
