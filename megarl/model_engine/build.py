@@ -254,8 +254,7 @@ def learning_rate(recipe: Optimizer, update: int, updates: int) -> float:
         return recipe.learning_rate * (update + 1) / recipe.warmup_steps
     if not isinstance(recipe.schedule, CosineSchedule):
         return recipe.learning_rate
-    falling = updates - 1 - recipe.warmup_steps
-    progress = (update - recipe.warmup_steps) / falling if falling > 0 else 1.0
+    progress = (update - recipe.warmup_steps) / max(updates - 1 - recipe.warmup_steps, 1)
     floor = recipe.schedule.final_ratio
     return recipe.learning_rate * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
