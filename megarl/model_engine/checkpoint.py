@@ -30,7 +30,9 @@ def save(directory: Path, model: list[Any], optimizer: Any) -> None:
 
 def load(directory: Path, model: list[Any], optimizer: Any) -> None:
     """Restore model and optimizer in place from `directory`, saved at any layout."""
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory))
+    # a checkpoint of another model, which has more or fewer tensors, raises
+    strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
+    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
     for index, part in enumerate(model):
         part.module.load_state_dict(state[f"model_{index}"], strict=True)
     optimizer.load_state_dict(state["optimizer"])

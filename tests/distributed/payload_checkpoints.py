@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 
 from megarl.config import Layout, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
@@ -30,8 +31,11 @@ def main() -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
+    refused = all(
+        control.allgather(refuses(plan.parent / "fewer_layers", plan.parent / "glm4_moe"), bool, what="refusals")
+    )
     if control.rank == 0:
-        plan.with_suffix(".seen").write_bytes(msgspec.json.encode(seen))
+        plan.with_suffix(".seen").write_bytes(msgspec.json.encode((seen, refused)))
     dist.destroy_process_group()
     control.close()
     sys.stdout.flush()
@@ -56,6 +60,16 @@ def follow(
     resumed = [update(other, control) for _ in range(UPDATES)]
     parallel_state.destroy_model_parallel()
     return went_on, resumed
+
+
+def refuses(path: Path, other: Path) -> bool:
+    """Whether the checkpoint of a model with more layers, whose experts have keys of their own, is refused."""
+    model = build(path, {})
+    try:
+        model.load(other / "checkpoint", 1)
+    except CheckpointingException:
+        return True
+    return False
 
 
 def build(path: Path, layout: dict[str, Any]) -> ModelEngine:

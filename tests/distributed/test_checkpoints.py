@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -24,20 +23,28 @@ CASES = [
 ]
 
 
+Seen = dict[str, list[list[list[float]]]]
+
+
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[list[float]]]]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, bool]:
     directory = tmp_path_factory.mktemp("checkpoints")
     for family, _, _ in CASES:
         write_model(family, directory / family)
+    write_model("glm4_moe", directory / "fewer_layers", num_hidden_layers=2)
     plan = directory / "plan.json"
     plan.write_text(json.dumps([[str(directory / family), saved, loaded] for family, saved, loaded in CASES]))
     run("mpirun", 4, "payload_checkpoints.py", plan, log=directory / "log")
-    found = msgspec.json.decode(Path(directory / "plan.seen").read_bytes())
-    return {family: both for (family, _, _), both in zip(CASES, found, strict=True)}
+    found, refused = msgspec.json.decode((directory / "plan.seen").read_bytes())
+    return {family: both for (family, _, _), both in zip(CASES, found, strict=True)}, refused
 
 
 @pytest.mark.parametrize("family", [family for family, _, _ in CASES])
-def test_a_checkpoint_goes_on_at_another_layout(family: str, seen: dict[str, list[list[list[float]]]]) -> None:
-    went_on, resumed = seen[family]
+def test_a_checkpoint_goes_on_at_another_layout(family: str, report: tuple[Seen, bool]) -> None:
+    went_on, resumed = report[0][family]
     for expected, found in zip(went_on, resumed, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(report: tuple[Seen, bool]) -> None:
+    assert report[1]
