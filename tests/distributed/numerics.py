@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.distributed.hf_routing import Routers, Routing
+from tests.distributed.json_file import JsonFile
 from tests.families import FAMILIES, VOCAB, write_model
 
 LENGTHS = [2, 37, 9, 64, 21, 5, 50, 14]
@@ -63,7 +64,7 @@ def families_of(layout: Layout) -> list[str]:
     return experts if layout.get("expert", 1) != 1 else list(FAMILIES)
 
 
-class Plan(msgspec.Struct):
+class Plan(JsonFile):
     """Families to run at each layout, all on the same number of ranks; `references` holds one directory a family.
 
     `without` names a repair of megarl's to be undone at a layout; see payload_numerics.py.
@@ -74,13 +75,6 @@ class Plan(msgspec.Struct):
     families: dict[str, list[str]]
     out: Path
     without: dict[str, str] = {}
-
-    def write(self, file: Path) -> None:
-        file.write_bytes(msgspec.json.encode(self, enc_hook=str))
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 class Errors(msgspec.Struct):

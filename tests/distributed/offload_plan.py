@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import msgspec
+
+from tests.distributed.json_file import JsonFile
 
 UPDATES = 2
 
@@ -17,18 +19,11 @@ class Case(msgspec.Struct):
     checkpoint: bool  # takes seconds
 
 
-class Plan(msgspec.Struct):
+class Plan(JsonFile):
     """Cases by name, all on the same number of ranks; each has a folder of its name in `out`."""
 
     cases: dict[str, Case]
     out: Path
-
-    def write(self, file: Path) -> None:
-        file.write_bytes(msgspec.json.encode(self, enc_hook=str))
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 class Trained(msgspec.Struct):

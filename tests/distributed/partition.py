@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Self
 
 import msgspec
 
 from megarl.config import ConstantDivisor, SequenceMean, TokenMean
+from tests.distributed.json_file import JsonFile
 from tests.families import VOCAB
 
 NORMALIZERS = {"token": TokenMean(), "sequence": SequenceMean(), "constant": ConstantDivisor(tokens=64)}
@@ -17,17 +17,10 @@ ROWS = [(64, 3), (2, 1), (37, 30), (9, 9), (5, 1), (48, 2), (14, 14), (21, 20)]
 MAX_TOKENS = [400, 100, 63, 1]  # everything together, ..., each sequence alone
 
 
-class Plan(msgspec.Struct):
+class Plan(JsonFile):
     model: Path
     layouts: dict[str, dict[str, int | str | bool]]
     out: Path
-
-    def write(self, file: Path) -> None:
-        file.write_bytes(msgspec.json.encode(self, enc_hook=str))
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=lambda kind, value: kind(value))
 
 
 class Seen(msgspec.Struct):

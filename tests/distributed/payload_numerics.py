@@ -35,6 +35,13 @@ from tests.distributed.payload_sft import share_buckets
 
 DEADLINE_S = 240.0
 CPU = torch.device("cpu")
+OPTIMIZER = Optimizer(  # that the references were made with
+    learning_rate=numerics.LEARNING_RATE,
+    betas=numerics.BETAS,
+    epsilon=numerics.EPSILON,
+    clip=numerics.CLIP,
+    weight_decay=numerics.WEIGHT_DECAY,
+)
 _projected: list[tuple[Tensor, Tensor]] = []
 _token_logprobs = heads_module.token_logprobs
 
@@ -180,7 +187,6 @@ def engine(
     layout: Layout,
     balance: ExpertBalance = ExpertBalance(),  # noqa: B008 (frozen)
 ) -> ModelEngine:
-    """A model with the optimizer that the references were made with."""
     return ModelEngine(
         Model(path=directory),
         shape,
@@ -188,13 +194,7 @@ def engine(
         device=CPU,
         seed=0,
         max_tokens_per_rank=96,
-        optimizer=Optimizer(
-            learning_rate=numerics.LEARNING_RATE,
-            betas=numerics.BETAS,
-            epsilon=numerics.EPSILON,
-            clip=numerics.CLIP,
-            weight_decay=numerics.WEIGHT_DECAY,
-        ),
+        optimizer=OPTIMIZER,
         balance=balance,
         updates=2,
     )

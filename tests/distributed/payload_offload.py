@@ -21,14 +21,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.config import Layout, Model, Optimizer, read_model_shape
+from megarl.config import Layout, Model, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, PartAwayError, TokenSequence
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
 from tests.distributed.offload_plan import UPDATES, Case, Held, Memory, Plan, Report, Trained
+from tests.distributed.payload_numerics import CPU, OPTIMIZER
 
 DEADLINE_S = 240.0
-CPU = torch.device("cpu")
 CYCLES = 50
 WARM_CYCLES = 5
 BUCKET_BYTES = 1 << 20
@@ -167,13 +167,6 @@ def memory() -> Memory:
 
 
 def engine(case: Case, *, frozen: bool = False) -> ModelEngine:
-    recipe = Optimizer(
-        learning_rate=numerics.LEARNING_RATE,
-        betas=numerics.BETAS,
-        epsilon=numerics.EPSILON,
-        clip=numerics.CLIP,
-        weight_decay=numerics.WEIGHT_DECAY,
-    )
     return ModelEngine(
         Model(path=case.model, dtype=case.dtype),
         read_model_shape(case.model),
@@ -181,7 +174,7 @@ def engine(case: Case, *, frozen: bool = False) -> ModelEngine:
         device=CPU,
         seed=0,
         max_tokens_per_rank=256,
-        optimizer=None if frozen else recipe,
+        optimizer=None if frozen else OPTIMIZER,
         updates=UPDATES + 1,
     )
 

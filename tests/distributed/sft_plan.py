@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
 
 import msgspec
 
 from tests.distributed import hf_loop
+from tests.distributed.json_file import JsonFile
 
 TINY_BYTES = 30_000  # less than an embedding, more than the smaller matrices of a layer
 
 
-class _File(msgspec.Struct):
-    """A struct that is kept as JSON; the file appears whole."""
-
-    def write(self, file: Path) -> None:
-        aside = file.with_suffix(".partial")
-        aside.write_bytes(msgspec.json.encode(self, enc_hook=str))
-        aside.rename(file)
-
-    @classmethod
-    def read(cls, file: Path) -> Self:
-        return msgspec.json.decode(file.read_bytes(), type=cls, dec_hook=_path)
-
-
-def _path(kind: type, value: Any) -> Any:
-    return kind(value)
-
-
-class Plan(_File):
+class Plan(JsonFile):
     """`models` and `batches` by family. Checkpoints are written after `checkpoint_after` updates, if `save`.
 
     `load` is the directory of another run whose checkpoints are to be continued.
@@ -63,7 +46,7 @@ class Seen(msgspec.Struct):
     resumed_grad_norms: list[float] = []
 
 
-class Report(_File):
+class Report(JsonFile):
     families: dict[str, Seen]
     bfloat16_losses: dict[str, list[float]]
     pids: list[int]
