@@ -6,6 +6,7 @@ sections, the model or the world size are in `checks.py`. A choice is a union on
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -33,18 +34,27 @@ def _pattern(value: str) -> str:
     return value
 
 
+def _json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError:
+        raise ValueError("must have finite numbers only") from None
+    return value
+
+
 INT_MAX = 2**31 - 1  # what seeds and counts may be in every library below
 SECONDS_MAX = 1e8  # three years; the clocks of some libraries overflow soon after
 
 PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
 GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Location = Annotated[Path, BeforeValidator(_location)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 AnswerPattern = Annotated[str, AfterValidator(_pattern)]
 
 
@@ -52,7 +62,12 @@ class Section(BaseModel):
     """Strict: `true` is no number, "10" is no integer, 2.0 is none either."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True, protected_namespaces=()
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
     )
 
 
@@ -170,13 +185,13 @@ class RlBatch(Section):
 class Rollout(Section):
     tensor_parallel: PositiveInt = 1
     """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
-    temperature: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature of training rollouts, at least 0.01; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens."""
     start_timeout_s: Seconds = 300.0
     """Seconds an engine may take from its start until it is healthy."""
-    server_args: dict[str, Any] = {}
+    server_args: JsonObject = {}
     """Further SGLang server arguments by their ServerArgs names, such as mem_fraction_static."""
 
 
