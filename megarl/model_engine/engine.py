@@ -31,7 +31,8 @@ from megarl.model_engine.heads import output_head
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
-from megarl.model_engine.weights import ModelWeights, write_hf
+from megarl.model_engine.weights import ModelWeights
+from megarl.weights import write_hf
 
 _EXPORT_BUCKET_BYTES = 1 << 30
 

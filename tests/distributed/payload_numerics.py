@@ -27,8 +27,8 @@ import megarl.model_engine.heads as heads_module
 from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence, build, specification
 from megarl.model_engine.modules import ExpertOutput
-from megarl.model_engine.weights.files import HfReader
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.weights import HfReader
 from tests.distributed import numerics
 from tests.distributed.hf_routing import Routing, read_experts
 from tests.distributed.payload_sft import share_buckets

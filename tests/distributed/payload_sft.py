@@ -22,8 +22,8 @@ from torch import Tensor
 from megarl.config import CosineSchedule, Layout, Model, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
 from megarl.model_engine.logprobs import token_logprobs
-from megarl.model_engine.weights.files import HfReader
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.weights import HfReader
 from tests.distributed import hf_loop
 from tests.distributed.sft_plan import TINY_BYTES, Plan, Report, Seen
 

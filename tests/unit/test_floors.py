@@ -26,6 +26,7 @@ FLOORS = {
     "rewards": 1,
     "runtime": 1,
     "observe": 1,
+    "weights": 1,
     "model_engine": 2,
     "rollout_engine": 2,
     "transfer_queue": 2,

@@ -17,8 +17,8 @@ from megarl.config.model.families import ARCHITECTURES
 from megarl.config.model.heads import architecture
 from megarl.model_engine import TokenSequence
 from megarl.model_engine.heads import ScoreHead
-from megarl.model_engine.weights import model_parameters, write_hf
-from megarl.model_engine.weights.files import SINGLE, HfReader
+from megarl.weights import model_parameters, write_hf
+from megarl.weights.hf import SINGLE, HfReader
 from tests.families import AUTO, FAMILIES, VOCAB, family_config, write_model
 
 BOTH = ("score.weight", "score.bias")

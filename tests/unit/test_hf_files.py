@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from megarl.model_engine.weights import write_hf
-from megarl.model_engine.weights.files import INDEX, SINGLE, HfReader
+from megarl.weights import write_hf
+from megarl.weights.hf import INDEX, SINGLE, HfReader
 from tests.families import write_model
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0), "c": -torch.arange(5.0)}

@@ -14,7 +14,7 @@ import torch
 from megarl.checkpoint_engine import PublishError, check_agreement, publish
 from megarl.checkpoint_engine.publish import checksum
 from megarl.config import ModelShape, Rope
-from megarl.model_engine.weights import model_parameters
+from megarl.weights import model_parameters
 
 SHAPE = ModelShape("qwen3", 2, 16, 4, 2, 4, 24, 65, 64, 1e-6, Rope(), True, qk_norm=True)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.model_engine.weights.layouts import (
+from megarl.weights.layouts import (
     EngineLayout,
     GateUp,
     InterleavedGateUp,

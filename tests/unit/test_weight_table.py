@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.config import ModelShape, read_model_shape
-from megarl.model_engine.weights import Parameter, model_parameters, write_hf
-from megarl.model_engine.weights.files import SINGLE, HfReader
-from megarl.model_engine.weights.layouts import EngineLayout, GateUp, QueryKeyValue, RopePairs
+from megarl.weights import Parameter, model_parameters, write_hf
+from megarl.weights.hf import SINGLE, HfReader
+from megarl.weights.layouts import EngineLayout, GateUp, QueryKeyValue, RopePairs
 from tests.families import FAMILIES, family_config, write_model
 
 ENGINE_KNOWN = {"llama", "llama3", "qwen2", "qwen2_yarn", "qwen3"}

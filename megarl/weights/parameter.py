@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.model_engine.weights.layouts import GateUp, Layout, Split
+from megarl.weights.layouts import GateUp, Layout, Split
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megarl.config import ModelShape, PolicyHead
-from megarl.model_engine.weights.families import layer_parameters
-from megarl.model_engine.weights.layouts import Replicated, Vocabulary
-from megarl.model_engine.weights.parameter import Parameter
+from megarl.weights.families import layer_parameters
+from megarl.weights.layouts import Replicated, Vocabulary
+from megarl.weights.parameter import Parameter
 
 
 def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megarl.config import Experts, LatentAttention, ModelShape
-from megarl.model_engine.weights.layouts import (
+from megarl.weights.layouts import (
     InterleavedGateUp,
     Layout,
     QueryKeyValue,
@@ -14,7 +14,7 @@ from megarl.model_engine.weights.layouts import (
     Split,
     TransposedInputs,
 )
-from megarl.model_engine.weights.parameter import Parameter, Place
+from megarl.weights.parameter import Parameter, Place
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> list[Parameter]:

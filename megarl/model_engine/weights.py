@@ -15,10 +15,8 @@ from torch import Tensor
 
 from megarl.config import Layout, ModelShape
 from megarl.model_engine.offload import PartAwayError
-from megarl.model_engine.weights.files import HfReader
-from megarl.model_engine.weights.parameter import Parameter
-from megarl.model_engine.weights.table import model_parameters
 from megarl.runtime import LOGGER
+from megarl.weights import HfReader, Parameter, model_parameters
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 

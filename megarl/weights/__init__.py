@@ -1,0 +1,7 @@
+"""What the weights of each model family are called and how they lie, on disk and in Megatron; without any engine."""
+
+from megarl.weights.hf import HfReader, write_hf
+from megarl.weights.parameter import Parameter
+from megarl.weights.table import model_parameters
+
+__all__ = ["HfReader", "Parameter", "model_parameters", "write_hf"]
