@@ -1,7 +1,8 @@
 """What the weights of each model family are called and how they lie, on disk and in Megatron; without any engine."""
 
 from megarl.weights.hf import HfReader, write_hf
+from megarl.weights.keys import checkpoint_key, layer_key_prefixes
 from megarl.weights.parameter import Parameter
 from megarl.weights.table import model_parameters
 
-__all__ = ["HfReader", "Parameter", "model_parameters", "write_hf"]
+__all__ = ["HfReader", "Parameter", "checkpoint_key", "layer_key_prefixes", "model_parameters", "write_hf"]
