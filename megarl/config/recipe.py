@@ -6,69 +6,26 @@ sections, the model or the world size are in `checks.py`. A choice is a union on
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
-
-def _location(value: Any) -> Any:
-    if isinstance(value, Path):
-        return value
-    if not isinstance(value, str) or not value.strip() or "\0" in value:
-        raise ValueError("must be a path")
-    if value.startswith("~") or "$" in value:
-        raise ValueError("must be written out: ~ and $VARIABLES are not replaced here")
-    return Path(value)
-
-
-def _pattern(value: str) -> str:
-    try:
-        groups = re.compile(value).groups
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"must be a regular expression ({error})") from None
-    if groups != 1:
-        raise ValueError(f"must have exactly one (group), around the answer, and has {groups}")
-    return value
-
-
-def _json(value: dict[str, Any]) -> dict[str, Any]:
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise ValueError("must have finite numbers only") from None
-    return value
-
-
-INT_MAX = 2**31 - 1  # what seeds and counts may be in every library below
-SECONDS_MAX = 1e8  # three years; the clocks of some libraries overflow soon after
-
-PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
-GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Location = Annotated[Path, BeforeValidator(_location)]
-JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
-AnswerPattern = Annotated[str, AfterValidator(_pattern)]
-
-
-class Section(BaseModel):
-    """Strict: `true` is no number, "10" is no integer, 2.0 is none either."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        protected_namespaces=(),
-    )
+from megarl.config.algorithm import Algorithm
+from megarl.config.fields import (
+    AnswerPattern,
+    Decay,
+    Fraction,
+    GroupSize,
+    JsonObject,
+    Location,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+)
 
 
 class Model(Section):
@@ -216,38 +173,6 @@ class RewardWorkers(Section):
     """Seconds one response may take; then the worker is killed and the reward is 0."""
 
 
-class TokenMean(Section):
-    type: Literal["token"] = "token"
-    """Every response token counts alike: the mean over the tokens of the global batch."""
-
-
-class SequenceMean(Section):
-    type: Literal["sequence"] = "sequence"
-    """Every sequence counts alike: the mean over sequences of the means over their response tokens."""
-
-
-class ConstantDivisor(Section):
-    type: Literal["constant"] = "constant"
-    """Every response token counts alike, whatever the lengths (Dr. GRPO, arXiv 2503.20783)."""
-    tokens: PositiveInt
-    """Tokens of a sequence that the sum over its tokens is divided by, such as rollout.max_new_tokens."""
-
-
-class Grpo(Section):
-    type: Literal["grpo"] = "grpo"
-    """Group-relative policy optimization (DeepSeekMath, arXiv 2402.03300, eq. 3)."""
-    clip_low: Fraction = 0.2
-    """The probability ratio is clipped below at 1 - clip_low."""
-    clip_high: NonNegativeFloat = 0.2
-    """The probability ratio is clipped above at 1 + clip_high."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL divergence to the initial policy; 0: no reference model is built."""
-    normalizer: TokenMean | SequenceMean | ConstantDivisor = Field(default=TokenMean(), discriminator="type")
-    """What the loss, summed over all tokens of the global batch, is divided by."""
-    minibatches: PositiveInt = 1
-    """Optimizer updates a step; the step's sequences are divided evenly among them."""
-
-
 class Evaluation(Section):
     problems: NonNegativeInt = 256
     """Held-out problems, the first of data.test, or all if it has fewer; 0: no evaluation."""
@@ -303,7 +228,7 @@ class RlRecipe(Stage):
     """The engines and how they sample."""
     reward: RewardWorkers
     """How responses are scored."""
-    algorithm: Grpo = Grpo()
+    algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
     evaluation: Evaluation = Evaluation()
     """Accuracy on held-out problems."""
