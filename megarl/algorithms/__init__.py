@@ -1,6 +1,26 @@
-"""Pure tensor functions: advantages, policy losses, KL estimators. No groups, files, clocks or hidden randomness."""
+"""Pure tensor functions: advantages, policy losses, divergences, weights. No files, clocks or hidden randomness."""
 
-from megarl.algorithms.grpo import clipped_policy_loss, group_advantages, kl_to_reference
+from megarl.algorithms.advantages import Outcomes
+from megarl.algorithms.divergence import adapted_coefficient, kl_estimate
+from megarl.algorithms.losses import PolicyTokens, value_loss
+from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.normalize import token_weights
+from megarl.algorithms.preference import bradley_terry
+from megarl.algorithms.registry import ADVANTAGES, LOSSES, find
+from megarl.algorithms.shaping import informative_groups, overlong_penalty
 
-__all__ = ["clipped_policy_loss", "group_advantages", "kl_to_reference", "token_weights"]
+__all__ = [
+    "ADVANTAGES",
+    "LOSSES",
+    "Outcomes",
+    "PolicyTokens",
+    "adapted_coefficient",
+    "bradley_terry",
+    "find",
+    "importance_weights",
+    "informative_groups",
+    "kl_estimate",
+    "overlong_penalty",
+    "token_weights",
+    "value_loss",
+]

@@ -4,6 +4,15 @@ Used by all rooms for their own section and by the entry points for the whole. I
 login node in a fraction of a second.
 """
 
+from megarl.config.algorithm import (
+    AdaptiveKl,
+    Algorithm,
+    ConstantDivisor,
+    ImportanceCorrection,
+    Own,
+    SequenceMean,
+    TokenMean,
+)
 from megarl.config.checks import check_recipe
 from megarl.config.errors import RecipeError
 from megarl.config.load import dump_recipe, load_recipe
@@ -31,12 +40,10 @@ from megarl.config.model import (
 from megarl.config.placement import TrainPlace, engine_leaders, train_place
 from megarl.config.recipe import (
     Checkpoint,
-    ConstantDivisor,
     CosineSchedule,
     Evaluation,
     ExactMatch,
     ExpertBalance,
-    Grpo,
     Layout,
     MathVerify,
     Model,
@@ -44,13 +51,13 @@ from megarl.config.recipe import (
     RewardWorkers,
     RlRecipe,
     Rollout,
-    SequenceMean,
     SftRecipe,
-    TokenMean,
 )
 
 __all__ = [
     "Activation",
+    "AdaptiveKl",
+    "Algorithm",
     "Checkpoint",
     "ClampedSwiglu",
     "ConstantDivisor",
@@ -61,9 +68,9 @@ __all__ = [
     "ExpertBalance",
     "ExpertGroups",
     "Experts",
-    "Grpo",
     "Head",
     "HeadName",
+    "ImportanceCorrection",
     "LatentAttention",
     "Layout",
     "LinearScaling",
@@ -72,6 +79,7 @@ __all__ = [
     "Model",
     "ModelShape",
     "Optimizer",
+    "Own",
     "PolicyHead",
     "RecipeError",
     "RewardHead",

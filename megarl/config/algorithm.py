@@ -188,6 +188,8 @@ class Algorithm(Section):
     """What is done about the trainer's and the engine's probabilities not being the same."""
     normalizer: TokenMean | SequenceMean | ConstantDivisor = Field(default=TokenMean(), discriminator="type")
     """What the loss, summed over all tokens of the global batch, is divided by."""
+    skip_truncated: bool = False
+    """Responses that reached rollout.max_new_tokens have no loss; they still count in their group's advantages."""
     minibatches: PositiveInt = 1
     """Parts into which the step's sequences are divided evenly, with an optimizer update each."""
     epochs: PositiveInt = 1

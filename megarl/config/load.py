@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.config.errors import RecipeError
 from megarl.config.explain import explain
@@ -29,6 +29,9 @@ def load_recipe(path: Path, overrides: list[str]) -> SftRecipe | RlRecipe:
     for override in overrides:
         sources[_apply(tree, override)] = f"override {override!r:.100}"
     tree.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).lstrip(".")[:200] or "run")
+    for stage in get_args(get_args(Recipe)[0]):
+        if get_args(stage.model_fields["type"].annotation)[0] == tree.get("type"):
+            _default_types(tree, stage)
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as error:
@@ -37,6 +40,20 @@ def load_recipe(path: Path, overrides: list[str]) -> SftRecipe | RlRecipe:
     if len(lines) > _PROBLEMS_SHOWN:
         lines[_PROBLEMS_SHOWN:] = [f"and {len(lines) - _PROBLEMS_SHOWN} more problems"]
     raise RecipeError("\n".join(lines))
+
+
+def _default_types(tree: dict[str, Any], section: type[BaseModel]) -> None:
+    """Where a choice has keys but no type, it is the default's."""
+    for name, field in section.model_fields.items():
+        below, kind = tree.get(name), field.annotation
+        if not isinstance(below, dict):
+            continue
+        if isinstance(field.default, BaseModel):
+            kind = type(field.default)
+            if "type" in kind.model_fields:
+                below.setdefault("type", kind.model_fields["type"].default)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            _default_types(below, kind)
 
 
 def dump_recipe(recipe: SftRecipe | RlRecipe) -> str:

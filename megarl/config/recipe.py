@@ -171,6 +171,8 @@ class RewardWorkers(Section):
     """Processes that score responses."""
     timeout_s: Seconds = 5.0
     """Seconds one response may take; then the worker is killed and the reward is 0."""
+    overlong_buffer: NonNegativeInt = 0
+    """Last tokens before rollout.max_new_tokens, over which the reward falls by 1 (arXiv 2503.14476, eq. 13)."""
 
 
 class Evaluation(Section):

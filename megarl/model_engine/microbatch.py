@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
+from megatron.core import parallel_state
 from torch import Tensor
 
 from megarl.model_engine.attention import Packing, pack
@@ -46,6 +48,7 @@ class MicroBatch:
 
     `mask` is 1 where a response token is predicted, and `columns` are aligned with it (0 elsewhere). `response_index`
     says which of the batch's response tokens it is, counted through all sequences in their order (0 elsewhere).
+    `sequence` numbers the micro-batch's sequences, of which there are `sequences`; padding may be one of them.
     """
 
     input_ids: Int[Tensor, " T"]
@@ -53,7 +56,16 @@ class MicroBatch:
     mask: Float[Tensor, " T"]
     columns: dict[str, Float[Tensor, " T"]]
     response_index: Int[Tensor, " T"]
+    sequence: Int[Tensor, " T"]
+    sequences: int
     packing: Packing
+
+    @staticmethod
+    def total(values: Tensor) -> Tensor:
+        """The sum over the context-parallel ranks, which hold other tokens of the same sequences; no gradient."""
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(values, group=parallel_state.get_context_parallel_group())
+        return values
 
 
 @dataclass(frozen=True)
@@ -146,7 +158,7 @@ def _collate(
     whole = {name: torch.cat([row[name] for row in rows])[mine].to(device) for name in rows[0]}
     packing.routing = RoutedTokens(
         experts=whole.pop("experts", None),
-        sequence=whole.pop("sequence"),
+        sequence=whole["sequence"],
         length=whole.pop("length"),
         sequences=len(chosen),
         batch_sequences=batch.sequences,
@@ -158,6 +170,8 @@ def _collate(
         mask=whole.pop("mask"),
         response_index=whole.pop("response_index"),
         columns={name: whole[_COLUMN + name] for name in batch.columns},
+        sequence=whole.pop("sequence"),
+        sequences=len(chosen),
         packing=packing.to(device),
     )
 

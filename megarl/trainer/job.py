@@ -12,7 +12,7 @@ import torch
 from megarl.config import ModelShape, RlRecipe, SftRecipe
 from megarl.observe import MetricsLog
 from megarl.runtime import LOGGER, ControlPlane, Guard, RankInfo, choose_device, init_process_group
-from megarl.trainer.run_state import RunDirectory
+from megarl.trainer.run_state import RunDirectory, RunState
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
@@ -80,24 +80,28 @@ def build_engine(
     )
 
 
-def resume_step(job: Job, model: ModelEngine) -> int:
-    """Restore the newest checkpoint, if the run is resumed and has one. Returns the finished steps."""
+def resume_step(job: Job, model: ModelEngine) -> tuple[int, float | None]:
+    """Restore the newest checkpoint, if the run is resumed and has one.
+
+    Returns the finished steps, and the divergence's coefficient of the next one if it was saved.
+    """
     newest = job.run.newest_checkpoint() if job.resume else None
     path = job.control.broadcast(str(newest[0]) if newest else "", str, what="checkpoint to resume")
     if not path:
-        return 0
-    step, updates = job.control.broadcast(
-        [newest[1].step, newest[1].updates] if newest else None, list[int], what="state to resume"
-    )
-    model.load(Path(path), updates)
+        return 0, None
+    state = job.control.broadcast(newest[1] if newest else None, RunState, what="state to resume")
+    model.load(Path(path), state.updates)
     if job.control.rank == 0:
-        LOGGER.info("resumed from %s: %d steps are done", path, step)
-    return step
+        LOGGER.info("resumed from %s: %d steps are done", path, state.step)
+    return state.step, state.kl_coefficient
 
 
-def save(job: Job, recipe: SftRecipe | RlRecipe, model: ModelEngine, step: int) -> None:
+def save(
+    job: Job, recipe: SftRecipe | RlRecipe, model: ModelEngine, step: int, kl_coefficient: float | None = None
+) -> None:
     """Checkpoint the run after `step` finished steps."""
-    path = job.run.save_checkpoint(job.control, model.save, step=step, updates=model.update_count, kind=recipe.type)
+    state = RunState(step, model.update_count, recipe.type, kl_coefficient)
+    path = job.run.save_checkpoint(job.control, model.save, state)
     if job.control.rank == 0:
         LOGGER.info("saved %s", path)
 

@@ -29,7 +29,10 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
     engine = _start_engine(job, recipe, key)
-    coordinator, model, reference, start = _start_the_rest(job, recipe, engine, key)
+    coordinator, model, reference = _start_the_rest(job, recipe, engine, key)
+    start, kl_coefficient = resume_step(job, model)
+    _wait_healthy(job, engine)
+    kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
     metrics = open_metrics(job, start)
     _publish(job, recipe, model, engine, version=start)
     if start == 0:
@@ -40,10 +43,11 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
         with phases("generate"):
             groups, counts = _take(job, coordinator, step)
         with phases("score"):
-            batch = RolloutBatch(groups, recipe.algorithm)
+            batch = RolloutBatch(groups, recipe, kl_coefficient)
             batch.score(model, reference)
         with phases("update"):
             learned = _update(job, model, batch, step)
+            kl_coefficient = batch.next_kl_coefficient(learned)
         with phases("publish"):
             _publish(job, recipe, model, engine, version=step + 1)
         if metrics is not None:
@@ -52,7 +56,7 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
         if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
             _evaluate(job, recipe, coordinator, step=done)
         if stop or checkpoint_is_due(recipe, done):
-            save(job, recipe, model, done)
+            save(job, recipe, model, done, kl_coefficient)
         if stop:
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
             return
@@ -82,8 +86,8 @@ def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
 
 def _start_the_rest(
     job: Job, recipe: RlRecipe, engine: Engine | None, key: str
-) -> tuple[CoordinatorHandle | None, ModelEngine, ModelEngine | None, int]:
-    """Coordinator (on rank 0), policy, reference if the algorithm has one, and the steps already done."""
+) -> tuple[CoordinatorHandle | None, ModelEngine, ModelEngine | None]:
+    """Coordinator (on rank 0), policy, and reference if the algorithm has one."""
     mine = [engine.address] if engine else []
     addresses = job.control.allgather(mine, list[EngineAddress], what="engine addresses")
     coordinator = None
@@ -98,15 +102,17 @@ def _start_the_rest(
             log=job.run.logs / "coordinator.log",
         )
     temperature = recipe.rollout.temperature
-    model = build_engine(job, recipe, updates_per_step=recipe.algorithm.minibatches, temperature=temperature)
+    model = build_engine(job, recipe, updates_per_step=recipe.algorithm.updates, temperature=temperature)
     reference = None
-    if recipe.algorithm.kl_coefficient:
+    if recipe.algorithm.kl.coefficient:
         reference = build_engine(job, recipe, temperature=temperature, frozen=True)
-    start = resume_step(job, model)
+    return coordinator, model, reference
+
+
+def _wait_healthy(job: Job, engine: Engine | None) -> None:
     waited = [engine.wait_healthy()] if engine else []
     started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]
     LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
-    return coordinator, model, reference, start
 
 
 def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[list[Group], dict[str, Any]]:

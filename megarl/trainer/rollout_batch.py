@@ -2,73 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms import clipped_policy_loss, group_advantages, kl_to_reference, token_weights
-from megarl.config import Grpo
+from megarl.algorithms import (
+    ADVANTAGES,
+    LOSSES,
+    Outcomes,
+    PolicyTokens,
+    adapted_coefficient,
+    find,
+    importance_weights,
+    kl_estimate,
+    overlong_penalty,
+    token_weights,
+)
+from megarl.config import AdaptiveKl, ImportanceCorrection, Own, RlRecipe
 from megarl.types import Group
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from megarl.model_engine import LossFunction, Metrics, MicroBatch, ModelEngine, TokenSequence
 
 
 class RolloutBatch:
-    """The same on every rank, since every rank has all groups."""
+    """The same on every rank, since every rank has all groups. Made, then scored, then learned from."""
 
-    def __init__(self, groups: list[Group], algorithm: Grpo) -> None:
+    def __init__(self, groups: list[Group], recipe: RlRecipe, kl_coefficient: float) -> None:
         from megarl.model_engine import TokenSequence
 
-        self._algorithm = algorithm
+        self._algorithm, self._kl_coefficient = recipe.algorithm, kl_coefficient
         self._groups = groups
-        self.rewards = torch.tensor([[t.reward for t in group.trajectories] for group in groups])
-        advantages = group_advantages(self.rewards)
+        self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        self._group = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
         self.sequences: list[TokenSequence] = []
-        for group, row in zip(groups, advantages, strict=True):
-            for trajectory, advantage in zip(group.trajectories, row, strict=True):
-                columns = {
-                    "advantage": advantage.expand(len(trajectory.output_ids)),
-                    "engine_logprob": torch.tensor(trajectory.engine_logprobs),
-                }
+        for group in groups:
+            for trajectory in group.trajectories:
+                columns = {"engine_logprob": torch.tensor(trajectory.engine_logprobs)}
                 ids = group.prompt.input_ids
                 self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
+        self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
+        self.rewards = torch.tensor([trajectory.reward for trajectory in self._trajectories])
+        self._shaped = self.rewards
+        if buffer := recipe.reward.overlong_buffer:
+            limit = recipe.rollout.max_new_tokens
+            self._shaped = self.rewards + overlong_penalty(self._lengths, limit=limit, buffer=buffer)
         self._weigh()
         # with one update a step, the policy that is updated is the one that sampled
-        self._on_policy = algorithm.minibatches == 1
+        self._on_policy = self._algorithm.updates == 1
 
     def score(self, model: ModelEngine, reference: ModelEngine | None) -> None:
-        """Add the log-probabilities that the loss will need, of the present policy and of the reference."""
-        if not self._on_policy:
-            self._add_column("old_logprob", model.logprobs(self.sequences))
+        """Add what the loss will need: log-probabilities of the present policy and of the reference, advantages."""
+        kl = self._algorithm.kl
+        penalties = None
+        if not self._on_policy or (reference is not None and kl.where == "reward"):
+            old = self._add_column("old_logprob", model.logprobs(self.sequences))
         if reference is not None:
-            self._add_column("reference_logprob", reference.logprobs(self.sequences))
+            other = self._add_column("reference_logprob", reference.logprobs(self.sequences))
+            if kl.where == "reward":
+                penalties = self._kl_coefficient * kl_estimate(old, other, kl.estimator)
+        outcomes = Outcomes(self._shaped, self._group, self._lengths, penalties)
+        advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
+        self._add_column("advantage", advantage(outcomes, **options))
 
     def minibatches(self) -> Iterator[list[TokenSequence]]:
         """The sequences of each update that have a gradient; the others count in its loss only."""
-        for part in self._parts():
-            yield [s for s in part if self._algorithm.kl_coefficient or s.columns["advantage"].any()]
+        algorithm = self._algorithm
+        always = (self._kl_coefficient and algorithm.kl.where == "loss") or algorithm.entropy_coefficient
+        for part in self._parts() * algorithm.epochs:
+            weighed = (sequence for sequence in part if sequence.columns["weight"].any())
+            yield [sequence for sequence in weighed if always or sequence.columns["advantage"].any()]
 
     def loss(self) -> LossFunction:
         """The policy loss summed over a micro-batch's response tokens, with what is logged of it."""
-        algorithm, on_policy = self._algorithm, self._on_policy
+        algorithm, on_policy, kl_coefficient = self._algorithm, self._on_policy, self._kl_coefficient
+        token_losses, options = _chosen(algorithm.loss, LOSSES)
 
         def policy_loss(
             batch: MicroBatch, logprobs: Tensor, entropies: Tensor
         ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
             columns, mask = batch.columns, batch.mask
             old = logprobs.detach() if on_policy else columns["old_logprob"]
-            losses, clipped = clipped_policy_loss(
-                logprobs, old, columns["advantage"], clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
-            )
+            advantages = columns["advantage"]
+            tokens = PolicyTokens(logprobs, old, advantages, mask, batch.sequence, batch.sequences, batch.total)
+            losses, clipped = token_losses(tokens, **options)
             sums = {"tokens": mask.sum(), "entropy": (entropies * mask).sum(), "clipped": (clipped * mask).sum()}
-            if algorithm.kl_coefficient:
+            if isinstance(algorithm.correction, ImportanceCorrection):
+                bounds = algorithm.correction.model_dump(exclude={"type"})
+                weights, outside = importance_weights(tokens, columns["engine_logprob"], **bounds)
+                losses = losses * weights
+                sums |= {"corrected": outside.sum(), "importance": weights.sum()}
+            if algorithm.entropy_coefficient:
+                losses = losses - algorithm.entropy_coefficient * entropies
+            if "reference_logprob" in columns:
                 # masked before the exponential: where the reference's column is padding, it would overflow
-                kl = kl_to_reference(logprobs * mask, columns["reference_logprob"])
-                losses = losses + algorithm.kl_coefficient * kl
+                kl = kl_estimate(logprobs * mask, columns["reference_logprob"], algorithm.kl.estimator)
                 sums["kl"] = (kl.detach() * mask).sum()
+                if algorithm.kl.where == "loss":
+                    losses = losses + kl_coefficient * kl
             mismatch = (old - columns["engine_logprob"]).abs() * mask
             total = (losses * columns["weight"]).sum()
             sums |= {"loss": total.detach(), "mismatch": mismatch.sum()}
@@ -85,23 +120,41 @@ class RolloutBatch:
 
     def statistics(self, total: Metrics) -> dict[str, float]:
         """What is logged of the batch; `total` are the loss's metrics of all ranks."""
-        lengths = [sequence.response_length for sequence in self.sequences]
-        trajectories = [t for group in self._groups for t in group.trajectories]
         tokens = total.sums["tokens"]
-        averages: dict[str, float] = {n: total.sums[n] / tokens for n in ("entropy", "kl") if n in total.sums}
+        names = {
+            "entropy": "entropy",
+            "kl": "kl",
+            "corrected": "correction/fraction",
+            "importance": "correction/weight",
+        }
+        averages = {shown: total.sums[name] / tokens for name, shown in names.items() if name in total.sums}
+        by_group = self.rewards.split([len(group.trajectories) for group in self._groups])
+        truncated = sum(trajectory.finish_reason == "length" for trajectory in self._trajectories)
         return {
             "reward": float(self.rewards.mean()),
-            "length": sum(lengths) / len(lengths),
-            "length_max": max(lengths),
-            "tokens": sum(lengths),
-            "truncated": sum(t.finish_reason == "length" for t in trajectories) / len(trajectories),
-            "groups_with_signal": float((self.rewards.std(1) > 0).float().mean()),
+            "length": float(self._lengths.double().mean()),
+            "length_max": int(self._lengths.max()),
+            "tokens": int(self._lengths.sum()),
+            "truncated": truncated / len(self._trajectories),
+            "groups_with_signal": sum(float(rewards.std()) > 0 for rewards in by_group) / len(by_group),
             **averages,
-            "loss": total.sums.get("loss", 0.0) / self._algorithm.minibatches,
+            **({"kl_coefficient": self._kl_coefficient} if "kl" in averages else {}),
+            "loss": total.sums.get("loss", 0.0) / self._algorithm.updates,
             "clip_fraction": total.sums.get("clipped", 0.0) / tokens,
             "mismatch/logprob_max": total.maxima["mismatch"],
             "mismatch/logprob_mean": total.sums["mismatch"] / tokens,
         }
+
+    def next_kl_coefficient(self, learned: dict[str, Any]) -> float:
+        """What the divergence counts in the next step, by what `learned` says of this one's."""
+        control = self._algorithm.kl.control
+        if not isinstance(control, AdaptiveKl) or "kl" not in learned:
+            return self._kl_coefficient
+        sequences = len(self.sequences)
+        nats = learned["kl"] * learned["tokens"] / sequences
+        return adapted_coefficient(
+            self._kl_coefficient, nats, target=control.target, horizon=control.horizon, sequences=sequences
+        )
 
     def _parts(self) -> list[list[TokenSequence]]:
         count = self._algorithm.minibatches
@@ -109,12 +162,23 @@ class RolloutBatch:
 
     def _weigh(self) -> None:
         """What each token counts in the loss of its update."""
-        for part in self._parts():
-            lengths = torch.tensor([sequence.response_length for sequence in part])
-            for sequence, weight in zip(part, token_weights(lengths, self._algorithm.normalizer), strict=True):
+        skipped = [self._algorithm.skip_truncated and t.finish_reason == "length" for t in self._trajectories]
+        counted = self._lengths * ~torch.tensor(skipped)
+        count = self._algorithm.minibatches
+        for start in range(count):
+            weights = token_weights(counted[start::count], self._algorithm.normalizer)
+            for sequence, weight in zip(self.sequences[start::count], weights, strict=True):
                 sequence.columns["weight"] = weight.expand(sequence.response_length)
 
-    def _add_column(self, name: str, flat: Tensor) -> None:
-        parts = flat.split([sequence.response_length for sequence in self.sequences])
-        for sequence, part in zip(self.sequences, parts, strict=True):
+    def _add_column(self, name: str, flat: Tensor) -> Tensor:
+        for sequence, part in zip(self.sequences, flat.split(self._lengths.tolist()), strict=True):
             sequence.columns[name] = part
+        return flat
+
+
+def _chosen(section: BaseModel, known: dict[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The function that a section of the recipe names, and its options."""
+    if isinstance(section, Own):
+        return find(section.function, known), section.options
+    options = section.model_dump()
+    return known[options.pop("type")], options

@@ -11,7 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -34,7 +34,8 @@ class RunState:
     step: int
     updates: int
     type: str
-    files: dict[str, int]
+    kl_coefficient: float | None = None
+    files: dict[str, int] = field(default_factory=dict)
 
 
 class RunDirectory:
@@ -95,11 +96,9 @@ class RunDirectory:
             LOGGER.warning("%s is not whole and is passed over", path)
         return None
 
-    def save_checkpoint(
-        self, control: ControlPlane, write: Callable[[Path], None], *, step: int, updates: int, kind: str
-    ) -> Path:
-        """Have all ranks `write` into a new directory and make it the checkpoint of `step`."""
-        final = self.checkpoints / f"step_{step:06d}"
+    def save_checkpoint(self, control: ControlPlane, write: Callable[[Path], None], state: RunState) -> Path:
+        """Have all ranks `write` into a new directory and make it the checkpoint of `state`."""
+        final = self.checkpoints / f"step_{state.step:06d}"
         aside = final.with_suffix(".partial")
         if control.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
@@ -108,8 +107,8 @@ class RunDirectory:
         write(aside)
         control.barrier("checkpoint files")
         if control.rank == 0:
-            state = RunState(step=step, updates=updates, type=kind, files=_sizes(aside))
-            (aside / _STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n")
+            whole = replace(state, files=_sizes(aside))
+            (aside / _STATE_FILE).write_text(json.dumps(asdict(whole), indent=2) + "\n")
             shutil.rmtree(final, ignore_errors=True)
             aside.rename(final)
         control.barrier("checkpoint")

@@ -24,7 +24,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
     demonstrations = read_demonstrations(recipe.data.train)
     encoded = encode_demonstrations(tokenizer, demonstrations, job.shape.max_positions)
     model = build_engine(job, recipe)
-    start = resume_step(job, model)
+    start, _ = resume_step(job, model)
     metrics = open_metrics(job, start)
 
     def loss(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

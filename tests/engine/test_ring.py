@@ -93,7 +93,7 @@ def test_torchrun_minibatches_and_reference_model(sft_model: Path, addition: Pat
         "steps=3",
         "optimizer.warmup_steps=2",
         "layout.tensor=1",
-        "algorithm={minibatches: 2, kl_coefficient: 0.05, clip_low: 0.01, clip_high: 0.01}",
+        "algorithm={minibatches: 2, kl: {coefficient: 0.05}, loss: {clip_low: 0.01, clip_high: 0.01}}",
     ]
     with local_job(run, RL, *overrides, launcher="torchrun") as job:
         assert job.wait() == 0, job.output()[-3000:]
@@ -117,7 +117,7 @@ def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], additi
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
     run = tmp_path / "run"
     extra = ["steps=2", "layout={tensor: 1, pipeline: 2}", "rollout.tensor_parallel=2", f"model.path={model}"]
-    with local_job(run, RL, *rl_overrides, *extra, "algorithm.kl_coefficient=0.1") as job:
+    with local_job(run, RL, *rl_overrides, *extra, "algorithm.kl.coefficient=0.1") as job:
         assert job.wait() == 0, job.output()[-3000:]
     check_rows(job.metrics(), 2)
 

@@ -151,7 +151,7 @@ def test_defaults_are_resolved(tmp_path: Path) -> None:
     assert isinstance(recipe, RlRecipe)
     assert (recipe.name, recipe.directory, recipe.seed) == ("given", Path("runs/given"), 0)
     assert (recipe.layout, recipe.sequences) == (Layout(tensor=1, pipeline=1), 32)
-    assert (recipe.optimizer.schedule.type, recipe.algorithm.type) == ("constant", "grpo")
+    assert (recipe.optimizer.schedule.type, recipe.algorithm.loss.type) == ("constant", "ppo")
     assert "clip_low: 0.2" in dump_recipe(recipe)
     assert isinstance(load(tmp_path, SFT), SftRecipe)
 
@@ -182,6 +182,7 @@ def test_a_file_name_becomes_a_name_and_run_dir_overrides_it(tmp_path: Path) -> 
         (["rollout.server_args.log_level=info"], "rollout.server_args", {"log_level": "info"}),
         (["reward.rule.pattern='a=(\\d+)'"], "reward.rule.pattern", r"a=(\d+)"),
         (["run_dir=a=b"], "run_dir", "a=b"),
+        (["algorithm.loss.clip_high=0.3"], "algorithm.loss.type", "ppo"),  # the default's, if none is given
         (["batch=", "batch.prompts=1", "batch.group_size=2"], "batch.prompts", 1),
     ],
 )
@@ -200,7 +201,7 @@ def test_overrides(tmp_path: Path, overrides: list[str], key: str, value: Any) -
         ("reward.rule.patern", "reward.rule.patern: unknown key; did you mean reward.rule.pattern?"),
         ("batch.sequences", "batch.sequences: unknown key; a recipe of type sft has it"),
         ("layout.qqq", "layout.qqq: unknown key; known here are tensor, pipeline"),
-        ("optimizer.schedule.final_ratio", "optimizer.schedule.type: this key is needed and missing; one of constant"),
+        ("optimizer.schedule.final_ratio", "optimizer.schedule.final_ratio: unknown key; another type of optimizer"),
     ],
 )
 def test_unknown_keys_are_answered_with_the_nearest(tmp_path: Path, key: str, suggestion: str) -> None:

@@ -30,7 +30,7 @@ def write(directory: Path, text: str = "weights") -> None:
 
 
 def save(run: RunDirectory, control: ControlPlane, step: int, text: str = "weights") -> Path:
-    return run.save_checkpoint(control, lambda d: write(d, text), step=step, updates=2 * step, kind="rl")
+    return run.save_checkpoint(control, lambda d: write(d, text), RunState(step, 2 * step, "rl"))
 
 
 def truncate(checkpoint: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_failed_save_leaves_the_older_checkpoint(run: RunDirectory, alone: Con
         raise OSError("disk full, as told")
 
     with pytest.raises(OSError, match="disk full"):
-        run.save_checkpoint(alone, fail, step=2, updates=4, kind="rl")
+        run.save_checkpoint(alone, fail, RunState(2, 4, "rl"))
     found = run.newest_checkpoint()
     assert found is not None
     assert found[0] == whole
