@@ -5,6 +5,7 @@
 OUT/model                  Hugging Face directory: Qwen3, 0.4 million parameters, with its tokenizer
 OUT/demonstrations.jsonl   for supervised fine-tuning, in the order of the curriculum: worked solutions, then a mixture
 OUT/train.jsonl            problems for reinforcement learning
+OUT/preferences.jsonl      pairs of answers for a reward model; OUT/preferences_test.jsonl: held out, for its accuracy
 OUT/test.jsonl             problems for evaluations; a fixed fifth of all problems is kept for them, chosen by a hash of
                            the problem's text, so no problem here is in the other two files
 
@@ -37,6 +38,7 @@ MIXED_STEPS = 70
 DIRECT_FRACTION = 0.4
 TRAIN_PROBLEMS = 20_000
 TEST_PROBLEMS = 1_000
+PREFERENCES, TEST_PREFERENCES = 20_000, 500
 
 
 def main(command_line: list[str] | None = None) -> None:
@@ -46,6 +48,7 @@ def main(command_line: list[str] | None = None) -> None:
         "seed": arguments.seed,
         "max_digits": arguments.max_digits,
         "steps": {"worked": WORKED_STEPS, "mixed": MIXED_STEPS, "direct": DIRECT_FRACTION},
+        "preferences": PREFERENCES,
     }
     try:
         if already_prepared(arguments.out, made_from, force=arguments.force):
@@ -82,6 +85,10 @@ def write_problems(directory: Path, seed: int, max_digits: int) -> None:
     write_rows(directory / "demonstrations.jsonl", demonstrations)
     write_rows(directory / "train.jsonl", train)
     write_rows(directory / "test.jsonl", test)
+    preferences = carry_addition.preferences(3 * seed + 1, PREFERENCES, max_digits)
+    preferred = carry_addition.preferences(3 * seed + 2, TEST_PREFERENCES, max_digits, held_out=True)
+    write_rows(directory / "preferences.jsonl", preferences)
+    write_rows(directory / "preferences_test.jsonl", preferred)
     shown = {row.prompt for row in read_demonstrations(directory / "demonstrations.jsonl")}
     trained = {row.prompt for row in read_problems(directory / "train.jsonl")}
     held_out = {row.prompt for row in read_problems(directory / "test.jsonl")}

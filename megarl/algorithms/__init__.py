@@ -1,6 +1,6 @@
 """Pure tensor functions: advantages, policy losses, divergences, weights. No files, clocks or hidden randomness."""
 
-from megarl.algorithms.advantages import Outcomes
+from megarl.algorithms.advantages import Outcomes, whiten
 from megarl.algorithms.divergence import adapted_coefficient, kl_estimate
 from megarl.algorithms.losses import PolicyTokens, value_loss
 from megarl.algorithms.mismatch import importance_weights
@@ -23,4 +23,5 @@ __all__ = [
     "overlong_penalty",
     "token_weights",
     "value_loss",
+    "whiten",
 ]

@@ -55,6 +55,15 @@ class ReinforcePlusPlusAdvantage(Section):
     """Take the group's mean from the reward first."""
 
 
+class GaeAdvantage(Section):
+    type: Literal["gae"]
+    """Generalised advantage estimation with the values of a critic (arXiv 1506.02438)."""
+    discount: Fraction = 1.0
+    """What a reward one token later counts."""
+    smoothing: Fraction = 0.95
+    """Lambda: 0 trusts the critic, 1 the rewards."""
+
+
 class PpoLoss(Section):
     type: Literal["ppo"] = "ppo"
     """The clipped ratio of each token (arXiv 1707.06347)."""
@@ -173,6 +182,7 @@ class Algorithm(Section):
         | OpoAdvantage
         | PassAtKAdvantage
         | ReinforcePlusPlusAdvantage
+        | GaeAdvantage
         | Own
     ) = Field(default=GrpoAdvantage(), discriminator="type")
     """How rewards become advantages."""

@@ -5,16 +5,19 @@ Called on the login node by a dry run and by every rank before anything is built
 
 from __future__ import annotations
 
+from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import Layout, RlRecipe, SftRecipe
+from megarl.config.recipe import AnyRecipe, Critic, Layout, RlRecipe, SftBatch
 
 _MOST_NAMED = 64
 
 
-def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
+def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
+    if isinstance(recipe, RlRecipe):
+        problems += _algorithm(recipe)
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
@@ -23,7 +26,13 @@ def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int,
         raise RecipeError("\n".join(problems))
 
 
-def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list[str]:
+def check_layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> None:
+    """Raise RecipeError if a model of `shape` cannot be divided as the recipe says."""
+    if problems := _layout(recipe, shape, world):
+        raise RecipeError("\n".join(problems))
+
+
+def _layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> list[str]:
     layout = recipe.layout
     ranks = layout.model_ranks
     problems = []
@@ -81,7 +90,7 @@ def _experts(layout: Layout, shape: ModelShape, world: int) -> list[str]:
     return problems
 
 
-def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
+def _optimizer(recipe: AnyRecipe) -> list[str]:
     if recipe.optimizer.warmup_steps > recipe.steps:
         return [
             f"optimizer.warmup_steps: {recipe.optimizer.warmup_steps} is more than steps ({recipe.steps}),"
@@ -90,7 +99,7 @@ def _optimizer(recipe: SftRecipe | RlRecipe) -> list[str]:
     return []
 
 
-def _balance(recipe: SftRecipe | RlRecipe, shape: ModelShape) -> list[str]:
+def _balance(recipe: AnyRecipe, shape: ModelShape) -> list[str]:
     used = [name for name, value in recipe.balance if value]
     if used and shape.experts is None:
         return [f"balance: {' and '.join(used)} are for models with experts, and this one has none; leave them out"]
@@ -99,12 +108,14 @@ def _balance(recipe: SftRecipe | RlRecipe, shape: ModelShape) -> list[str]:
     return []
 
 
-def _batch(recipe: SftRecipe | RlRecipe, data: int) -> list[str]:
-    if isinstance(recipe, SftRecipe):
-        if recipe.batch.sequences < data:
+def _batch(recipe: AnyRecipe, data: int) -> list[str]:
+    if not isinstance(recipe, RlRecipe):
+        batch = recipe.batch
+        what, size = ("sequences", batch.sequences) if isinstance(batch, SftBatch) else ("pairs", 2 * batch.pairs)
+        if size < data:
             return [
-                f"batch.sequences: {recipe.batch.sequences} is less than the {data} data-parallel ranks, some of which"
-                " would be idle; use more sequences or fewer ranks"
+                f"batch.{what}: {size} sequences are less than the {data} data-parallel ranks, some of which would be"
+                f" idle; use more {what} or fewer ranks"
             ]
         return []
     minibatches = recipe.algorithm.minibatches
@@ -115,6 +126,29 @@ def _batch(recipe: SftRecipe | RlRecipe, data: int) -> list[str]:
             " (one for each data-parallel rank); use fewer minibatches or more prompts"
         ]
     return []
+
+
+def _algorithm(recipe: RlRecipe) -> list[str]:
+    algorithm, problems = recipe.algorithm, []
+    has_critic, wants_critic = isinstance(recipe.critic, Critic), isinstance(algorithm.advantage, GaeAdvantage)
+    if wants_critic and not has_critic:
+        problems.append("algorithm.advantage: gae needs the values of a critic; set critic.type=critic and its model")
+    if has_critic and not wants_critic:
+        problems.append("critic: only the gae advantage uses one; set algorithm.advantage.type=gae or leave critic out")
+    if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k > recipe.batch.group_size:
+        problems.append(
+            f"algorithm.advantage.k: {algorithm.advantage.k} is more than batch.group_size ({recipe.batch.group_size});"
+            " make it smaller"
+        )
+    if algorithm.kl.where == "reward" and not algorithm.kl.coefficient:
+        problems.append("algorithm.kl.where: reward says what a coefficient of 0 does; set algorithm.kl.coefficient")
+    if isinstance(algorithm.kl.control, AdaptiveKl) and not algorithm.kl.coefficient:
+        problems.append("algorithm.kl.control: adaptive needs one to start from; set algorithm.kl.coefficient")
+    if isinstance(algorithm.correction, ImportanceCorrection) and algorithm.correction.low >= algorithm.correction.high:
+        problems.append("algorithm.correction: low must be below high")
+    if recipe.reward.overlong_buffer >= recipe.rollout.max_new_tokens:
+        problems.append("reward.overlong_buffer: must be smaller than rollout.max_new_tokens")
+    return problems
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:

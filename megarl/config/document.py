@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from megarl.config.recipe import RlRecipe, SftRecipe
+from megarl.config.recipe import RewardModelRecipe, RlRecipe, SftRecipe
 
 _HEAD = """# Recipes
 
@@ -24,14 +24,19 @@ recipe with every default filled in and what each rank would do. The same checks
 layers), batches, free positions for the responses, each row of the data. The resolved recipe is kept as
 `recipe.yaml` in the run directory.
 
-The two kinds of recipe follow; this page is made from the code by `python -m megarl.config.document > docs/recipes.md`.
+The three kinds of recipe follow; the page is made from the code by `python -m megarl.config.document > docs/recipes.md`.
 """
 
 
 def document() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for recipe, title in [(SftRecipe, "Supervised fine-tuning"), (RlRecipe, "Reinforcement learning")]:
+    titles = [
+        (SftRecipe, "Supervised fine-tuning"),
+        (RewardModelRecipe, "Reward model"),
+        (RlRecipe, "Reinforcement learning"),
+    ]
+    for recipe, title in titles:
         parts.append(
             f"## {title}\n\n| key | default | meaning |\n|---|---|---|\n" + "\n".join(_rows(recipe, "")) + "\n"
         )

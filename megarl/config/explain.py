@@ -99,6 +99,7 @@ def _suggest(keys: tuple[Any, ...], parent: type[BaseModel] | None, tree: dict[s
         owner = f"another type of {'.'.join(above)}" if mine in owners else f"a recipe of type {owners[0]}"
         return f"; {owner} has it"
     near = [path for path in stages.get(mine, []) if path.endswith(f".{unknown}")]
+    near = [path for path in near if path.count(".") == min(p.count(".") for p in near)]
     near = near or [".".join((*above, k)) for k in difflib.get_close_matches(unknown, known, n=1, cutoff=0.6)]
     return f"; did you mean {' or '.join(near)}?" if near else f"; known here are {', '.join(known)}"
 

@@ -13,14 +13,14 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from megarl.config.errors import RecipeError
 from megarl.config.explain import explain
-from megarl.config.recipe import Recipe, RlRecipe, SftRecipe
+from megarl.config.recipe import AnyRecipe, Recipe
 from megarl.config.yaml12 import YamlError, read_yaml, write_yaml
 
-_ADAPTER: TypeAdapter[SftRecipe | RlRecipe] = TypeAdapter(Recipe)
+_ADAPTER: TypeAdapter[AnyRecipe] = TypeAdapter(Recipe)
 _PROBLEMS_SHOWN = 10
 
 
-def load_recipe(path: Path, overrides: list[str]) -> SftRecipe | RlRecipe:
+def load_recipe(path: Path, overrides: list[str]) -> AnyRecipe:
     """The recipe of file `path` with `overrides` such as "batch.prompts=16" applied in order.
 
     Raises RecipeError with every problem found: file, YAML, override syntax, unknown keys, wrong types and values.
@@ -56,7 +56,7 @@ def _default_types(tree: dict[str, Any], section: type[BaseModel]) -> None:
             _default_types(below, kind)
 
 
-def dump_recipe(recipe: SftRecipe | RlRecipe) -> str:
+def dump_recipe(recipe: AnyRecipe) -> str:
     """The fully resolved recipe as YAML; loading it gives the same recipe."""
     return write_yaml(recipe.model_dump(mode="json"))
 

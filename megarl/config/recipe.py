@@ -26,6 +26,7 @@ from megarl.config.fields import (
     Seconds,
     Section,
 )
+from megarl.config.model import HeadName
 
 
 class Model(Section):
@@ -123,6 +124,20 @@ class SftBatch(Section):
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
 
+class PreferenceData(Section):
+    train: Location
+    """JSON lines, each {"prompt": ..., "chosen": ..., "rejected": ...}, maybe with a "margin"."""
+    test: Location
+    """JSON lines of the same form, held out."""
+
+
+class PreferenceBatch(Section):
+    pairs: PositiveInt
+    """Pairs in the global batch of one optimizer step."""
+    max_tokens_per_rank: PositiveInt = 8192
+    """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
+
+
 class RlData(Section):
     train: Location
     """JSON lines, each {"prompt": ..., "answer": ...}; used in order, again from the top when they end."""
@@ -164,9 +179,27 @@ class MathVerify(Section):
     """1 if math-verify finds the response's final expression equal to the answer, else 0."""
 
 
+class NoRewardModel(Section):
+    type: Literal["none"] = "none"
+    """Rules alone score."""
+
+
+class RewardModel(Section):
+    type: Literal["model"]
+    """A reward model scores each response, on the ranks that train."""
+    model: Model
+    """Result of a recipe of type reward_model; its tokenizer must be the policy's."""
+    weight: float = 1.0
+    """What its score counts in the reward."""
+
+
 class RewardWorkers(Section):
     rule: ExactMatch | MathVerify = Field(discriminator="type")
     """How a response is scored."""
+    rule_weight: float = 1.0
+    """What the rule's score counts in the reward; evaluations know the rule alone."""
+    model: NoRewardModel | RewardModel = Field(default=NoRewardModel(), discriminator="type")
+    """A second score, which is added."""
     workers: PositiveInt = 1
     """Processes that score responses."""
     timeout_s: Seconds = 5.0
@@ -205,6 +238,11 @@ class Stage(Section):
     """Deadlines."""
 
     @property
+    def head(self) -> HeadName:
+        """What kind of model is trained."""
+        return "policy"
+
+    @property
     def directory(self) -> Path:
         """The run directory."""
         return self.run_dir if self.run_dir is not None else Path("runs") / self.name
@@ -219,6 +257,41 @@ class SftRecipe(Stage):
     """How many sequences a step takes."""
 
 
+class NoCritic(Section):
+    type: Literal["none"] = "none"
+    """No critic is built."""
+
+
+class Critic(Section):
+    type: Literal["critic"]
+    """Values of the sequence before each token, for the gae advantage."""
+    model: Model
+    """What it starts from: a reward model, a policy, or a critic."""
+    optimizer: Optimizer
+    """How its weights follow gradients."""
+    clip: PositiveFloat | None = None
+    """Its new values may leave the old ones by this much."""
+    warmup_steps: NonNegativeInt = 0
+    """First steps in which it alone learns."""
+
+
+class RewardModelRecipe(Stage):
+    type: Literal["reward_model"]
+    """A model that scores answers, learned from preferences."""
+    data: PreferenceData
+    """Pairs of answers."""
+    batch: PreferenceBatch
+    """How many pairs a step takes."""
+    centring: NonNegativeFloat = 0.0
+    """Weight of (chosen + rejected)^2, which keeps scores around 0 (arXiv 2312.09244)."""
+    evaluation_every: NonNegativeInt = 0
+    """Measure the accuracy on data.test after each this many steps; 0: only after the last."""
+
+    @property
+    def head(self) -> HeadName:
+        return "reward"
+
+
 class RlRecipe(Stage):
     type: Literal["rl"]
     """Reinforcement learning from verifiable rewards."""
@@ -230,6 +303,8 @@ class RlRecipe(Stage):
     """The engines and how they sample."""
     reward: RewardWorkers
     """How responses are scored."""
+    critic: NoCritic | Critic = Field(default=NoCritic(), discriminator="type")
+    """The model that the gae advantage needs."""
     algorithm: Algorithm = Algorithm()
     """How rewards become a loss."""
     evaluation: Evaluation = Evaluation()
@@ -241,4 +316,5 @@ class RlRecipe(Stage):
         return self.batch.prompts * self.batch.group_size
 
 
-Recipe = Annotated[SftRecipe | RlRecipe, Field(discriminator="type")]
+AnyRecipe = SftRecipe | RewardModelRecipe | RlRecipe
+Recipe = Annotated[AnyRecipe, Field(discriminator="type")]

@@ -9,7 +9,15 @@ from megarl.data import carry_addition, sums
 from megarl.data.balance import plan_microbatches
 from megarl.data.chat import load_tokenizer, prompt_ids, response_ids
 from megarl.data.errors import DataError
-from megarl.data.jsonl import Demonstration, Problem, read_demonstrations, read_problems
+from megarl.data.jsonl import (
+    Demonstration,
+    Preference,
+    Problem,
+    read_demonstrations,
+    read_preferences,
+    read_problems,
+    whole_pairs,
+)
 from megarl.data.prompts import PromptSet
 from megarl.data.sequence import Sequence, encode_demonstrations
 from megarl.data.writing import already_prepared, whole_directory, write_rows
@@ -17,6 +25,7 @@ from megarl.data.writing import already_prepared, whole_directory, write_rows
 __all__ = [
     "DataError",
     "Demonstration",
+    "Preference",
     "Problem",
     "PromptSet",
     "Sequence",
@@ -27,9 +36,11 @@ __all__ = [
     "plan_microbatches",
     "prompt_ids",
     "read_demonstrations",
+    "read_preferences",
     "read_problems",
     "response_ids",
     "sums",
     "whole_directory",
+    "whole_pairs",
     "write_rows",
 ]

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.heldout import is_held_out
-from megarl.data.jsonl import Demonstration, Problem
+from megarl.data.jsonl import Demonstration, Preference, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -50,6 +50,26 @@ def demonstrations(seed: int, *, worked: int, mixed: int, direct: float, max_dig
         shortcut = number >= worked and coin.random() < direct
         rows.append(Demonstration(f"{a}+{b}=", direct_answer(a, b) if shortcut else worked_solution(a, b)))
     return rows
+
+
+def preferences(seed: int, count: int, max_digits: int = 8, *, held_out: bool = False) -> list[Preference]:
+    """Worked solutions, preferred to the answer alone and to worked solutions with one wrong column, half and half."""
+    source = random.Random(f"preferences {seed}")
+    rows = []
+    for a, b in _take(_pairs(seed, max_digits), count, held_out):
+        wrong = direct_answer(a, b) if source.random() < 0.5 else mistaken_solution(a, b, source)
+        rows.append(Preference(f"{a}+{b}=", worked_solution(a, b), wrong))
+    return rows
+
+
+def mistaken_solution(a: int, b: int, source: random.Random) -> str:
+    """A worked solution in which the sum of one column is off by one, and the answer with it."""
+    lines = worked_solution(a, b).splitlines()[:-1]
+    column = source.randrange(len(lines))
+    left, total = lines[column].split("=")
+    change = 1 if total == "0" else source.choice([-1, 1])
+    lines[column] = f"{left}={int(total) + change}"
+    return "\n".join([*lines, direct_answer(a, b + change * 10**column)])
 
 
 def worked_solution(a: int, b: int) -> str:

@@ -31,7 +31,16 @@ class Problem(msgspec.Struct, frozen=True):
     answer: str
 
 
-Row = TypeVar("Row", Demonstration, Problem)
+class Preference(msgspec.Struct, frozen=True):
+    """What the user asks and two answers; the chosen one should score at least `margin` more."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    margin: float = 0.0
+
+
+Row = TypeVar("Row", Demonstration, Problem, Preference)
 
 
 def read_demonstrations(path: Path | str) -> list[Demonstration]:
@@ -44,6 +53,21 @@ def read_problems(path: Path | str) -> list[Problem]:
     return _read(Path(path), Problem)
 
 
+def read_preferences(path: Path | str) -> list[Preference]:
+    """All rows of `path`, JSON lines with prompt, chosen, rejected and maybe a margin. Raises DataError."""
+    return _read(Path(path), Preference)
+
+
+def whole_pairs(rows: list[Preference]) -> list[Demonstration]:
+    """Both answers of each row, one after the other."""
+    return [Demonstration(row.prompt, answer) for row in rows for answer in (row.chosen, row.rejected)]
+
+
+def _texts(kind: type[Any]) -> tuple[str, ...]:
+    """The fields that must be there: those without a default, all text."""
+    return kind.__struct_fields__[: len(kind.__struct_fields__) - len(kind.__struct_defaults__)]
+
+
 def _read(path: Path, kind: type[Row]) -> list[Row]:
     decode = msgspec.json.Decoder(kind).decode
     rows = []
@@ -52,12 +76,12 @@ def _read(path: Path, kind: type[Row]) -> list[Row]:
             row = decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise DataError(f"{path}: line {number}: {_complaint(line, kind)}") from None
-        empty = next((name for name in kind.__struct_fields__ if not getattr(row, name).strip()), None)
+        empty = next((name for name in _texts(kind) if not getattr(row, name).strip()), None)
         if empty is not None:
             raise DataError(f"{path}: line {number}: {empty!r} is empty")
         rows.append(row)
     if not rows:
-        raise DataError(f"{path}: no rows; expected JSON lines with {' and '.join(kind.__struct_fields__)}")
+        raise DataError(f"{path}: no rows; expected JSON lines with {' and '.join(_texts(kind))}")
     return rows
 
 
@@ -85,7 +109,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _complaint(line: bytes, kind: type[Row]) -> str:
     """Why `line` is no row; slow and only for the one row that ends the reading."""
-    expected = kind.__struct_fields__
+    expected = _texts(kind)
     try:
         text = line.decode()
     except UnicodeDecodeError as error:
@@ -100,7 +124,10 @@ def _complaint(line: bytes, kind: type[Row]) -> str:
     if missing:
         names = ", ".join(found) or "none"
         return f"no {' and no '.join(missing)}: expected the keys {', '.join(expected)}, found {names}"
-    wrong = next(name for name in expected if not isinstance(found[name], str))
+    wrong = next((name for name in expected if not isinstance(found[name], str)), None)
+    if wrong is None:
+        name = next(name for name in kind.__struct_fields__ if name not in expected)
+        return f"{name!r} is {_json_name(found.get(name))}, expected a number"
     return f"{wrong!r} is {_json_name(found[wrong])}, expected a string"
 
 

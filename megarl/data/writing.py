@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from megarl.data.errors import DataError
-from megarl.data.jsonl import Demonstration, Problem
+from megarl.data.jsonl import Demonstration, Preference, Problem
 
 NOTE_FILE = "prepared.json"
 
 
-def write_rows(path: Path, rows: Iterable[Demonstration | Problem]) -> None:
+def write_rows(path: Path, rows: Iterable[Demonstration | Preference | Problem]) -> None:
     """Write `rows` as JSON lines."""
     encode = msgspec.json.Encoder().encode
     with path.open("wb") as file:

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.config import ModelShape, RlRecipe, SftRecipe
+from megarl.config import AnyRecipe, Model, ModelShape, Optimizer
 from megarl.observe import MetricsLog
 from megarl.runtime import LOGGER, ControlPlane, Guard, RankInfo, choose_device, init_process_group
 from megarl.trainer.run_state import RunDirectory, RunState
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
+
+
+_CRITIC = "critic"  # its directory in a checkpoint, beside the policy's files
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ def join(
     control: ControlPlane,
     guard: Guard,
     run: RunDirectory,
-    recipe: SftRecipe | RlRecipe,
+    recipe: AnyRecipe,
     shape: ModelShape,
     *,
     resume: bool,
@@ -55,58 +58,84 @@ def join(
 
 
 def build_engine(
-    job: Job, recipe: SftRecipe | RlRecipe, *, updates_per_step: int = 1, temperature: float = 1.0, frozen: bool = False
+    job: Job,
+    recipe: AnyRecipe,
+    model: Model,
+    shape: ModelShape,
+    optimizer: Optimizer | None = None,
+    *,
+    updates_per_step: int = 1,
+    temperature: float = 1.0,
 ) -> ModelEngine:
-    """The model engine of the recipe's policy, or a frozen copy of the initial one.
+    """A model engine on all ranks, frozen without an optimizer.
 
     A recipe counts its warm-up in steps, the engine in updates.
     """
     # megarl.model_engine takes seconds to import; the engines start meanwhile
     from megarl.model_engine import ModelEngine
 
-    warmup = recipe.optimizer.warmup_steps * updates_per_step
+    if optimizer is not None:
+        optimizer = optimizer.model_copy(update={"warmup_steps": optimizer.warmup_steps * updates_per_step})
     return ModelEngine(
-        recipe.model,
-        job.shape,
+        model,
+        shape,
         recipe.layout,
         device=job.device,
         seed=recipe.seed,
         max_tokens_per_rank=recipe.batch.max_tokens_per_rank,
         temperature=temperature,
-        optimizer=None if frozen else recipe.optimizer.model_copy(update={"warmup_steps": warmup}),
+        optimizer=optimizer,
         balance=recipe.balance,
         updates=recipe.steps * updates_per_step,
         deadline_s=recipe.runtime.deadline_s,
     )
 
 
-def resume_step(job: Job, model: ModelEngine) -> tuple[int, float | None]:
+def resume_step(job: Job, model: ModelEngine, critic: ModelEngine | None = None) -> tuple[int, float | None]:
     """Restore the newest checkpoint, if the run is resumed and has one.
 
     Returns the finished steps, and the divergence's coefficient of the next one if it was saved.
     """
     newest = job.run.newest_checkpoint() if job.resume else None
-    path = job.control.broadcast(str(newest[0]) if newest else "", str, what="checkpoint to resume")
-    if not path:
+    path = Path(job.control.broadcast(str(newest[0]) if newest else "", str, what="checkpoint to resume"))
+    if not path.name:
         return 0, None
     state = job.control.broadcast(newest[1] if newest else None, RunState, what="state to resume")
-    model.load(Path(path), state.updates)
+    model.load(path, state.updates)
+    if critic is not None:
+        critic.load(path / _CRITIC, state.critic_updates)
     if job.control.rank == 0:
         LOGGER.info("resumed from %s: %d steps are done", path, state.step)
     return state.step, state.kl_coefficient
 
 
 def save(
-    job: Job, recipe: SftRecipe | RlRecipe, model: ModelEngine, step: int, kl_coefficient: float | None = None
+    job: Job,
+    recipe: AnyRecipe,
+    model: ModelEngine,
+    step: int,
+    *,
+    critic: ModelEngine | None = None,
+    kl_coefficient: float | None = None,
 ) -> None:
     """Checkpoint the run after `step` finished steps."""
-    state = RunState(step, model.update_count, recipe.type, kl_coefficient)
-    path = job.run.save_checkpoint(job.control, model.save, state)
+
+    def write(directory: Path) -> None:
+        model.save(directory)
+        if critic is not None:
+            if job.control.rank == 0:
+                (directory / _CRITIC).mkdir()
+            job.control.barrier("directory of the critic")
+            critic.save(directory / _CRITIC)
+
+    critic_updates = 0 if critic is None else critic.update_count
+    state = RunState(step, model.update_count, recipe.type, critic_updates, kl_coefficient)
+    path = job.run.save_checkpoint(job.control, write, state)
     if job.control.rank == 0:
         LOGGER.info("saved %s", path)
 
 
-def checkpoint_is_due(recipe: SftRecipe | RlRecipe, done: int) -> bool:
+def checkpoint_is_due(recipe: AnyRecipe, done: int) -> bool:
     """Whether the recipe wants a checkpoint after `done` steps."""
     every = recipe.checkpoint.every
     return bool(every and done % every == 0) or (recipe.checkpoint.final and done == recipe.steps)

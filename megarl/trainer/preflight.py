@@ -12,10 +12,17 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from megarl.config import (
+    AnyRecipe,
+    Critic,
+    HeadName,
     ModelShape,
+    Own,
     RecipeError,
+    RewardModel,
+    RewardModelRecipe,
     RlRecipe,
     SftRecipe,
+    check_layout,
     check_recipe,
     engine_leaders,
     read_model_shape,
@@ -28,6 +35,8 @@ from megarl.data import (
     load_tokenizer,
     prompt_ids,
     read_demonstrations,
+    read_preferences,
+    whole_pairs,
 )
 from megarl.trainer.run_state import RunDirectory
 
@@ -35,21 +44,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def preflight(recipe: SftRecipe | RlRecipe, *, world: int, ranks_per_node: int, resume: bool) -> ModelShape:
+def preflight(recipe: AnyRecipe, *, world: int, ranks_per_node: int, resume: bool) -> ModelShape:
     """Check recipe, model directory, data and run directory; returns the model's shape.
 
     Raises RecipeError or DataError with what was given, what was expected and what to do.
     """
     try:
-        shape = read_model_shape(recipe.model.path)
+        shape = read_model_shape(recipe.model.path, recipe.head)
         check_recipe(recipe, shape, world=world, ranks_per_node=ranks_per_node)
         _check_run_directory(recipe, resume=resume)
         _check_weights(recipe.model.path)
         tokenizer = _checked_tokenizer(recipe.model.path, shape)
-        if isinstance(recipe, SftRecipe):
-            _check_demonstrations(recipe, tokenizer, shape)
-        else:
-            _check_problems(recipe, tokenizer, shape)
+        match recipe:
+            case SftRecipe():
+                _check_demonstrations(recipe, tokenizer, shape)
+            case RewardModelRecipe():
+                _check_preferences(recipe, tokenizer, shape)
+            case RlRecipe():
+                _check_problems(recipe, tokenizer, shape)
+                _check_models(recipe, world)
+                _check_own_functions(recipe)
     except OSError as error:
         raise RecipeError(f"{error.filename or recipe.model.path}: {error.strerror or error}") from None
     return shape
@@ -107,6 +121,41 @@ def _check_demonstrations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerFast,
         encode_demonstrations(tokenizer, read_demonstrations(recipe.data.train), shape.max_positions)
 
 
+def _check_preferences(recipe: RewardModelRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+    for key, path in (("data.train", recipe.data.train), ("data.test", recipe.data.test)):
+        with _naming(key, path):
+            encode_demonstrations(tokenizer, whole_pairs(read_preferences(path)), shape.max_positions)
+
+
+def _check_models(recipe: RlRecipe, world: int) -> None:
+    """Critic and reward model are there, and read the policy's tokens."""
+    named: list[tuple[str, Path, HeadName]] = []
+    if isinstance(recipe.critic, Critic):
+        named.append(("critic.model.path", recipe.critic.model.path, "critic"))
+    if isinstance(recipe.reward.model, RewardModel):
+        named.append(("reward.model.model.path", recipe.reward.model.model.path, "reward"))
+    vocabulary = (recipe.model.path / "tokenizer.json").read_bytes()
+    for key, path, head in named:
+        try:
+            check_layout(recipe, read_model_shape(path, head), world)
+            _check_weights(path)
+        except RecipeError as error:
+            raise RecipeError(f"{key}: {str(error).removeprefix('model.path: ')}") from None
+        if (path / "tokenizer.json").read_bytes() != vocabulary:
+            raise RecipeError(f"{key}: {path} has another tokenizer.json than the policy; the models share tokens")
+
+
+def _check_own_functions(recipe: RlRecipe) -> None:
+    from megarl.algorithms import find  # which imports torch, and most recipes need it not here
+
+    for key, section in (("advantage", recipe.algorithm.advantage), ("loss", recipe.algorithm.loss)):
+        if isinstance(section, Own):
+            try:
+                find(section.function, {})
+            except ValueError as error:
+                raise RecipeError(f"algorithm.{key}.function: {error}") from None
+
+
 def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
     room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
     with _naming("data.train", recipe.data.train):
@@ -124,7 +173,7 @@ def _naming(key: str, path: Path) -> Iterator[None]:
         raise DataError(f"{key}: {path}: {str(error).removeprefix(f'{path}: ')}") from error
 
 
-def _check_run_directory(recipe: SftRecipe | RlRecipe, *, resume: bool) -> None:
+def _check_run_directory(recipe: AnyRecipe, *, resume: bool) -> None:
     there = path = recipe.directory
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -137,7 +186,7 @@ def _check_run_directory(recipe: SftRecipe | RlRecipe, *, resume: bool) -> None:
     RunDirectory(path).check(recipe.type, resume=resume)
 
 
-def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
+def describe_ranks(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
     """One line a rank: its coordinates, layers, experts, vocabulary rows and engine, all counted from 0."""
     layout = recipe.layout
     rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave

@@ -12,25 +12,26 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megarl.checkpoint_engine import check_agreement, publish
-from megarl.config import RlRecipe, engine_leaders
+from megarl.config import Critic, RewardModel, RlRecipe, engine_leaders, read_model_shape
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.coordinator import TARGET as COORDINATOR
 from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
-from megarl.trainer.rollout_batch import RolloutBatch
+from megarl.trainer.rollout_batch import Models, RolloutBatch
 from megarl.types import Group
 
 if TYPE_CHECKING:
-    from megarl.model_engine import ModelEngine
+    from megarl.model_engine import Metrics, ModelEngine
 
 
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
     engine = _start_engine(job, recipe, key)
-    coordinator, model, reference = _start_the_rest(job, recipe, engine, key)
-    start, kl_coefficient = resume_step(job, model)
+    coordinator, models = _start_the_rest(job, recipe, engine, key)
+    model, critic = models.policy, models.critic
+    start, kl_coefficient = resume_step(job, model, critic)
     _wait_healthy(job, engine)
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
     metrics = open_metrics(job, start)
@@ -44,9 +45,9 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
             groups, counts = _take(job, coordinator, step)
         with phases("score"):
             batch = RolloutBatch(groups, recipe, kl_coefficient)
-            batch.score(model, reference)
+            batch.score(models)
         with phases("update"):
-            learned = _update(job, model, batch, step)
+            learned = _update(job, recipe, models, batch, step)
             kl_coefficient = batch.next_kl_coefficient(learned)
         with phases("publish"):
             _publish(job, recipe, model, engine, version=step + 1)
@@ -56,7 +57,7 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
         if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
             _evaluate(job, recipe, coordinator, step=done)
         if stop or checkpoint_is_due(recipe, done):
-            save(job, recipe, model, done, kl_coefficient)
+            save(job, recipe, model, done, critic=critic, kl_coefficient=kl_coefficient)
         if stop:
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
             return
@@ -86,8 +87,8 @@ def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
 
 def _start_the_rest(
     job: Job, recipe: RlRecipe, engine: Engine | None, key: str
-) -> tuple[CoordinatorHandle | None, ModelEngine, ModelEngine | None]:
-    """Coordinator (on rank 0), policy, and reference if the algorithm has one."""
+) -> tuple[CoordinatorHandle | None, Models]:
+    """Coordinator (on rank 0), and the models that the recipe has."""
     mine = [engine.address] if engine else []
     addresses = job.control.allgather(mine, list[EngineAddress], what="engine addresses")
     coordinator = None
@@ -101,12 +102,20 @@ def _start_the_rest(
             guard=job.guard,
             log=job.run.logs / "coordinator.log",
         )
+    updates = recipe.algorithm.updates
+    policy = (job, recipe, recipe.model, job.shape)
     temperature = recipe.rollout.temperature
-    model = build_engine(job, recipe, updates_per_step=recipe.algorithm.updates, temperature=temperature)
-    reference = None
+    models = Models(build_engine(*policy, recipe.optimizer, updates_per_step=updates, temperature=temperature))
     if recipe.algorithm.kl.coefficient:
-        reference = build_engine(job, recipe, temperature=temperature, frozen=True)
-    return coordinator, model, reference
+        models.reference = build_engine(*policy, temperature=temperature)
+    if isinstance(recipe.critic, Critic):
+        critic = recipe.critic
+        shape = read_model_shape(critic.model.path, "critic")
+        models.critic = build_engine(job, recipe, critic.model, shape, critic.optimizer, updates_per_step=updates)
+    if isinstance(recipe.reward.model, RewardModel):
+        rewarding = recipe.reward.model.model
+        models.reward = build_engine(job, recipe, rewarding, read_model_shape(rewarding.path, "reward"))
+    return coordinator, models
 
 
 def _wait_healthy(job: Job, engine: Engine | None) -> None:
@@ -126,10 +135,12 @@ def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[l
     return job.control.broadcast(groups, list[Group], what=f"groups of step {step + 1}"), counts
 
 
-def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dict[str, Any]:
+def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, step: int) -> dict[str, Any]:
     """All updates of a step; returns what is logged. A minibatch in which no group has a signal is passed over."""
-    from megarl.model_engine import Metrics
-
+    learned = _update_critic(job, models.critic, batch, step) if models.critic is not None else {}
+    model = models.policy
+    if isinstance(recipe.critic, Critic) and step < recipe.critic.warmup_steps:
+        return {**batch.statistics(batch.mismatch(model)), **learned, "grad_norm": 0.0, "learning_rate": 0.0}
     minibatches = list(batch.minibatches())
     parts, norms = [], []
     for index, sequences in enumerate(minibatches):
@@ -139,11 +150,21 @@ def _update(job: Job, model: ModelEngine, batch: RolloutBatch, step: int) -> dic
             update = model.update(sequences, batch.loss())
             parts.append(update.metrics)
             norms.append(update.grad_norm)
-    if not parts:
-        return {**batch.statistics(batch.mismatch(model)), "grad_norm": 0.0, "learning_rate": rate}
-    mine = Metrics.merge(parts)
-    total = Metrics.merge(job.control.allgather(mine, Metrics, what=f"metrics of step {step + 1}"))
-    return {**batch.statistics(total), "grad_norm": max(norms), "learning_rate": rate}
+    total = _merged(job, parts, step) if parts else batch.mismatch(model)
+    return {**batch.statistics(total), **learned, "grad_norm": max(norms, default=0.0), "learning_rate": rate}
+
+
+def _update_critic(job: Job, critic: ModelEngine, batch: RolloutBatch, step: int) -> dict[str, Any]:
+    updates = [critic.update(sequences, batch.value_loss()) for sequences in batch.all_minibatches()]
+    total = _merged(job, [update.metrics for update in updates], step)
+    return batch.value_statistics(total) | {"critic/grad_norm": max(update.grad_norm for update in updates)}
+
+
+def _merged(job: Job, mine: list[Metrics], step: int) -> Metrics:
+    """The metrics of all updates on all ranks."""
+    from megarl.model_engine import Metrics
+
+    return Metrics.merge(job.control.allgather(Metrics.merge(mine), Metrics, what=f"metrics of step {step + 1}"))
 
 
 def _publish(job: Job, recipe: RlRecipe, model: ModelEngine, engine: Engine | None, *, version: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,10 @@ from megarl.algorithms import (
     kl_estimate,
     overlong_penalty,
     token_weights,
+    value_loss,
+    whiten,
 )
-from megarl.config import AdaptiveKl, ImportanceCorrection, Own, RlRecipe
+from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RewardModel, RlRecipe
 from megarl.types import Group
 
 if TYPE_CHECKING:
@@ -29,13 +32,23 @@ if TYPE_CHECKING:
     from megarl.model_engine import LossFunction, Metrics, MicroBatch, ModelEngine, TokenSequence
 
 
+@dataclass
+class Models:
+    """The models of a run, one engine each."""
+
+    policy: ModelEngine
+    reference: ModelEngine | None = None
+    critic: ModelEngine | None = None
+    reward: ModelEngine | None = None
+
+
 class RolloutBatch:
     """The same on every rank, since every rank has all groups. Made, then scored, then learned from."""
 
     def __init__(self, groups: list[Group], recipe: RlRecipe, kl_coefficient: float) -> None:
         from megarl.model_engine import TokenSequence
 
-        self._algorithm, self._kl_coefficient = recipe.algorithm, kl_coefficient
+        self._recipe, self._algorithm, self._kl_coefficient = recipe, recipe.algorithm, kl_coefficient
         self._groups = groups
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         self._group = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
@@ -46,36 +59,52 @@ class RolloutBatch:
                 ids = group.prompt.input_ids
                 self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
         self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
-        self.rewards = torch.tensor([trajectory.reward for trajectory in self._trajectories])
-        self._shaped = self.rewards
-        if buffer := recipe.reward.overlong_buffer:
-            limit = recipe.rollout.max_new_tokens
-            self._shaped = self.rewards + overlong_penalty(self._lengths, limit=limit, buffer=buffer)
+        # by their source; the reward is their weighted sum
+        self._scores = {"rule": torch.tensor([trajectory.reward for trajectory in self._trajectories])}
+        self.rewards = recipe.reward.rule_weight * self._scores["rule"]
         self._weigh()
         # with one update a step, the policy that is updated is the one that sampled
         self._on_policy = self._algorithm.updates == 1
 
-    def score(self, model: ModelEngine, reference: ModelEngine | None) -> None:
-        """Add what the loss will need: log-probabilities of the present policy and of the reference, advantages."""
-        kl = self._algorithm.kl
-        penalties = None
-        if not self._on_policy or (reference is not None and kl.where == "reward"):
-            old = self._add_column("old_logprob", model.logprobs(self.sequences))
-        if reference is not None:
-            other = self._add_column("reference_logprob", reference.logprobs(self.sequences))
+    def score(self, models: Models) -> None:
+        """Add what the losses will need: rewards, log-probabilities of policy and reference, values, advantages."""
+        source, kl, penalties = self._recipe.reward.model, self._algorithm.kl, None
+        if models.reward is not None and isinstance(source, RewardModel):
+            self._scores["model"] = models.reward.scores(self.sequences)
+            self.rewards = self.rewards + source.weight * self._scores["model"]
+        if not self._on_policy or (models.reference is not None and kl.where == "reward"):
+            old = self._add_column("old_logprob", models.policy.logprobs(self.sequences))
+        if models.reference is not None:
+            other = self._add_column("reference_logprob", models.reference.logprobs(self.sequences))
             if kl.where == "reward":
                 penalties = self._kl_coefficient * kl_estimate(old, other, kl.estimator)
-        outcomes = Outcomes(self._shaped, self._group, self._lengths, penalties)
+        values = None if models.critic is None else self._add_column("old_value", models.critic.values(self.sequences))
+        outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values)
         advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
-        self._add_column("advantage", advantage(outcomes, **options))
+        found = advantage(outcomes, **options)
+        if models.critic is not None:
+            found, returns = found
+            self._add_column("return", returns)
+            found = whiten(found)
+        self._add_column("advantage", found)
+
+    def _shaped(self) -> Tensor:
+        """Rewards with what is taken off for length."""
+        buffer, limit = self._recipe.reward.overlong_buffer, self._recipe.rollout.max_new_tokens
+        return self.rewards + overlong_penalty(self._lengths, limit=limit, buffer=buffer) if buffer else self.rewards
 
     def minibatches(self) -> Iterator[list[TokenSequence]]:
         """The sequences of each update that have a gradient; the others count in its loss only."""
         algorithm = self._algorithm
         always = (self._kl_coefficient and algorithm.kl.where == "loss") or algorithm.entropy_coefficient
-        for part in self._parts() * algorithm.epochs:
+        for part in self.all_minibatches():
             weighed = (sequence for sequence in part if sequence.columns["weight"].any())
             yield [sequence for sequence in weighed if always or sequence.columns["advantage"].any()]
+
+    def all_minibatches(self) -> list[list[TokenSequence]]:
+        """All sequences of each update."""
+        count = self._algorithm.minibatches
+        return [self.sequences[start::count] for start in range(count)] * self._algorithm.epochs
 
     def loss(self) -> LossFunction:
         """The policy loss summed over a micro-batch's response tokens, with what is logged of it."""
@@ -111,6 +140,31 @@ class RolloutBatch:
 
         return policy_loss
 
+    def value_loss(self) -> LossFunction:
+        """The critic's loss summed over a micro-batch's response tokens."""
+        critic = self._recipe.critic
+        clip = critic.clip if isinstance(critic, Critic) else None
+
+        def loss(batch: MicroBatch, values: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+            columns, mask = batch.columns, batch.mask
+            losses, clipped = value_loss(values, columns["old_value"], columns["return"], clip=clip)
+            total = (losses * columns["weight"]).sum()
+            error = (values.detach() - columns["return"]).square() * mask
+            sums = {"loss": total.detach(), "tokens": mask.sum(), "clipped": (clipped * mask).sum()}
+            return total, sums | {"error": error.sum()}, {}
+
+        return loss
+
+    def value_statistics(self, total: Metrics) -> dict[str, float]:
+        """What is logged of the critic: its loss, and which part of the returns' variance it explains."""
+        returns = torch.cat([sequence.columns["return"] for sequence in self.sequences])
+        tokens, variance = total.sums["tokens"], float(returns.var(correction=0))
+        return {
+            "critic/loss": total.sums["loss"] / self._algorithm.updates,
+            "critic/clip_fraction": total.sums["clipped"] / tokens,
+            "critic/explained_variance": 1 - total.sums["error"] / tokens / variance if variance else 0.0,
+        }
+
     def mismatch(self, model: ModelEngine) -> Metrics:
         """The difference to the engines' log-probabilities alone, for a step that trains on nothing."""
         from megarl.model_engine import Metrics
@@ -129,9 +183,11 @@ class RolloutBatch:
         }
         averages = {shown: total.sums[name] / tokens for name, shown in names.items() if name in total.sums}
         by_group = self.rewards.split([len(group.trajectories) for group in self._groups])
+        models = len(self._scores) > 1
         truncated = sum(trajectory.finish_reason == "length" for trajectory in self._trajectories)
         return {
             "reward": float(self.rewards.mean()),
+            **{f"reward/{name}": float(scores.mean()) for name, scores in self._scores.items() if models},
             "length": float(self._lengths.double().mean()),
             "length_max": int(self._lengths.max()),
             "tokens": int(self._lengths.sum()),
@@ -155,10 +211,6 @@ class RolloutBatch:
         return adapted_coefficient(
             self._kl_coefficient, nats, target=control.target, horizon=control.horizon, sequences=sequences
         )
-
-    def _parts(self) -> list[list[TokenSequence]]:
-        count = self._algorithm.minibatches
-        return [self.sequences[start::count] for start in range(count)]
 
     def _weigh(self) -> None:
         """What each token counts in the loss of its update."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config import RecipeError, RlRecipe, SftRecipe, load_recipe, read_model_shape
+from megarl.config import RecipeError, RewardModelRecipe, RlRecipe, SftRecipe, load_recipe, read_model_shape
 from megarl.data import DataError
 from megarl.runtime import Guard, connect, rank_info, setup_logging
 from megarl.trainer.preflight import preflight
@@ -33,12 +33,16 @@ def run_rank(path: Path, overrides: list[str], guard: Guard, *, resume: bool) ->
     # from here on torch is needed, and the loops bring seconds of imports
     from megarl.trainer.job import join
 
-    job = join(info, control, guard, run, recipe, read_model_shape(recipe.model.path), resume=resume)
+    job = join(info, control, guard, run, recipe, read_model_shape(recipe.model.path, recipe.head), resume=resume)
     match recipe:
         case SftRecipe():
             from megarl.trainer.sft import train_sft
 
             train_sft(job, recipe)
+        case RewardModelRecipe():
+            from megarl.trainer.reward_model import train_reward_model
+
+            train_reward_model(job, recipe)
         case RlRecipe():
             from megarl.trainer.rl import train_rl
 

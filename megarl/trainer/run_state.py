@@ -17,7 +17,7 @@ from typing import TextIO
 
 import msgspec
 
-from megarl.config import RecipeError, RlRecipe, SftRecipe, dump_recipe
+from megarl.config import AnyRecipe, RecipeError, dump_recipe
 from megarl.observe import METRICS_FILE
 from megarl.runtime import FAILURE_FILE, LOGGER, ControlPlane
 
@@ -34,6 +34,7 @@ class RunState:
     step: int
     updates: int
     type: str
+    critic_updates: int = 0
     kl_coefficient: float | None = None
     files: dict[str, int] = field(default_factory=dict)
 
@@ -64,7 +65,7 @@ class RunDirectory:
                 f"--resume: {self.path} holds a run of type {newest[1].type}, the recipe is of type {kind}"
             )
 
-    def prepare(self, recipe: SftRecipe | RlRecipe) -> None:
+    def prepare(self, recipe: AnyRecipe) -> None:
         """Make the directory, with the fully resolved recipe in it and without what an earlier start left unfinished.
 
         Raises RecipeError: another job is using it.

@@ -23,7 +23,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
     tokenizer = load_tokenizer(recipe.model.path)
     demonstrations = read_demonstrations(recipe.data.train)
     encoded = encode_demonstrations(tokenizer, demonstrations, job.shape.max_positions)
-    model = build_engine(job, recipe)
+    model = build_engine(job, recipe, recipe.model, job.shape, recipe.optimizer)
     start, _ = resume_step(job, model)
     metrics = open_metrics(job, start)
 

@@ -131,8 +131,11 @@ RECIPE_FILES: list[tuple[Spoil, list[str]]] = [
     (write("rl.yaml", "a: !!python/name:os.system x"), ["not YAML: line 1", "python/name:os.system"]),
     (write("rl.yaml", "steps: " + "9" * 5000), ["not YAML: a number that is too long"]),
     (write("rl.yaml", "a: " + "[" * 1200), ["not YAML: too deeply nested"]),
-    (edit("rl.yaml", "type: rl\n", ""), ["rl.yaml: type: this key is needed and missing; one of sft, rl"]),
-    (edit("rl.yaml", "type: rl\n", "type: ppo\n"), ["rl.yaml: type: must be one of sft, rl, got 'ppo'"]),
+    (
+        edit("rl.yaml", "type: rl\n", ""),
+        ["rl.yaml: type: this key is needed and missing; one of sft, reward_model, rl"],
+    ),
+    (edit("rl.yaml", "type: rl\n", "type: ppo\n"), ["rl.yaml: type: must be one of sft, reward_model, rl, got 'ppo'"]),
     (edit("rl.yaml", "steps: 4", "steps: ten"), ["rl.yaml: steps: must be an integer, got 'ten'"]),
     (edit("rl.yaml", "steps: 4", "7: 4"), ["steps: this key is needed and missing (Steps to train)", "7: keys"]),
 ]
@@ -252,7 +255,7 @@ CASES = [
     *(("rl.yaml", spoil, [], contained) for spoil, contained in RECIPE_FILES + MODELS),
     *(("rl.yaml", UNSPOILT, [override], contained) for override, contained in OVERRIDES),
     ("rl.yaml", UNSPOILT, ["--resume"], ["--resume: run holds no run; leave --resume out, or give the run's run_dir"]),
-    ("sft.yaml", UNSPOILT, ["batch.sequences=3"], ["3 is less than the 4 data-parallel ranks"]),
+    ("sft.yaml", UNSPOILT, ["batch.sequences=3"], ["3 sequences are less than the 4 data-parallel ranks"]),
     ("sft.yaml", UNSPOILT, ["rollout.max_new_tokens=1"], ["rollout: unknown key; a recipe of type rl has it"]),
     ("sft.yaml", UNSPOILT, ["data.train=train.jsonl"], ["line 1: no response: expected the keys prompt, response"]),
     ("sft.yaml", config(max_position_embeddings=40), [], ["demonstrations.jsonl: demonstration ", "40 positions"]),

@@ -415,5 +415,5 @@ def test_the_batch_of_an_sft_recipe_is_enough_for_the_data_parallel_ranks(tmp_pa
     recipe = load(tmp_path, SFT)
     for world in (1, 2, 4, 8):
         check_recipe(recipe, SHAPE, world=world, ranks_per_node=world)
-    with pytest.raises(RecipeError, match=r"batch.sequences: 8 is less than the 9 data-parallel ranks"):
+    with pytest.raises(RecipeError, match=r"batch.sequences: 8 sequences are less than the 9 data-parallel ranks"):
         check_recipe(recipe, SHAPE, world=9, ranks_per_node=9)
