@@ -24,7 +24,7 @@ recipe with every default filled in and what each rank would do. The same checks
 layers), batches, free positions for the responses, each row of the data. The resolved recipe is kept as
 `recipe.yaml` in the run directory.
 
-The three kinds of recipe follow; the page is made from the code by `python -m megarl.config.document > docs/recipes.md`.
+The three kinds of recipe follow; `python -m megarl.config.document > docs/recipes.md` makes this page from the code.
 """
 
 

@@ -106,6 +106,70 @@ def test_torchrun_minibatches_and_reference_model(sft_model: Path, addition: Pat
     assert [row["learning_rate"] for row in rows] == pytest.approx([5e-5, 1e-4, 1e-4])
 
 
+def test_reward_model_and_ppo_with_everything(sft_model: Path, addition: Path, tmp_path: Path) -> None:
+    """A reward model learns; then critic, reference, adaptive divergence and correction, stopped and resumed."""
+    reward, run = tmp_path / "reward", tmp_path / "run"
+    pairs = [f"data.train={addition}/preferences.jsonl", f"data.test={addition}/preferences_test.jsonl"]
+    options = ["steps=30", "batch.pairs=16", "checkpoint.final=false", f"model.path={sft_model}"]
+    with local_job(reward, "launch/recipes/carry_addition_reward_model.yaml", *pairs, *options) as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    rows = job.metrics()
+    assert rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)  # all scores are zero
+    assert rows[-1]["accuracy_held_out"] > 0.6
+    overrides = [
+        f"model.path={sft_model}",
+        f"critic.model.path={reward}/hf",
+        f"reward.model.model.path={reward}/hf",
+        f"data.train={addition}/train.jsonl",
+        f"data.test={addition}/test.jsonl",
+        "batch.prompts=16",
+        "evaluation.problems=0",
+        "critic.warmup_steps=1",
+        "reward={rule_weight: 0.5, overlong_buffer: 40}",
+        "algorithm={epochs: 2, skip_truncated: true, entropy_coefficient: 0.001, correction: {type: importance}}",
+    ]
+    ppo = "launch/recipes/rlhf_ppo.yaml"
+    with local_job(run, ppo, *overrides, "steps=2") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    with local_job(run, ppo, *overrides, "steps=4", "--resume") as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    rows = job.metrics()
+    check_rows(rows, 4)
+    assert [row["grad_norm"] > 0 for row in rows] == [False, True, True, True]  # at first the critic learns alone
+    assert all(row["critic/grad_norm"] > 0 and row["correction/weight"] > 0.99 for row in rows[1:])
+    assert all(row["reward"] == pytest.approx(0.5 * row["reward/rule"] + row["reward/model"], abs=1e-5) for row in rows)
+    coefficients = [row["kl_coefficient"] for row in rows if "kl_coefficient" in row]
+    assert len(set(coefficients)) == len(coefficients) == 3  # it goes on adapting after the pause
+    check_export(run / "hf")
+
+
+def test_own_algorithms(sft_model: Path, addition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def advantage(outcomes, *, scale):\n"
+        "    return outcomes.at_tokens(scale * (outcomes.totals - outcomes.totals.mean()))\n"
+        "def loss(tokens):\n"
+        "    return -tokens.advantages * tokens.logprobs * tokens.mask, 0 * tokens.mask\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    run = tmp_path / "run"
+    overrides = [
+        f"model.path={sft_model}",
+        f"data.train={addition}/train.jsonl",
+        f"data.test={addition}/test.jsonl",
+        "batch.prompts=8",
+        "evaluation.problems=0",
+        "checkpoint.final=false",
+        "steps=2",
+        "optimizer.warmup_steps=0",
+        "algorithm.advantage={type: own, function: 'mine:advantage', options: {scale: 0.5}}",
+        "algorithm.loss={type: own, function: 'mine:loss'}",
+    ]
+    with local_job(run, RL, *overrides) as job:
+        assert job.wait() == 0, job.output()[-3000:]
+    check_rows(job.metrics(), 2)
+    assert all(row["grad_norm"] > 0 for row in job.metrics())
+
+
 def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], addition: Path, tmp_path: Path) -> None:
     """Weights from two stages into one engine whose ranks hold a half of each matrix."""
     model = tmp_path / "model"
