@@ -53,23 +53,14 @@ def demonstrations(seed: int, *, worked: int, mixed: int, direct: float, max_dig
 
 
 def preferences(seed: int, count: int, max_digits: int = 8, *, held_out: bool = False) -> list[Preference]:
-    """Worked solutions, preferred to the answer alone and to worked solutions with one wrong column, half and half."""
-    source = random.Random(f"preferences {seed}")
+    """Worked solutions, preferred to the answer alone and to worked solutions that do not mark it, half and half."""
+    coin = random.Random(f"preferences {seed}")
     rows = []
     for a, b in _take(_pairs(seed, max_digits), count, held_out):
-        wrong = direct_answer(a, b) if source.random() < 0.5 else mistaken_solution(a, b, source)
-        rows.append(Preference(f"{a}+{b}=", worked_solution(a, b), wrong))
+        chosen = worked_solution(a, b)
+        unmarked = chosen.replace("<answer>", "").replace("</answer>", "")
+        rows.append(Preference(f"{a}+{b}=", chosen, direct_answer(a, b) if coin.random() < 0.5 else unmarked))
     return rows
-
-
-def mistaken_solution(a: int, b: int, source: random.Random) -> str:
-    """A worked solution in which the sum of one column is off by one, and the answer with it."""
-    lines = worked_solution(a, b).splitlines()[:-1]
-    column = source.randrange(len(lines))
-    left, total = lines[column].split("=")
-    change = 1 if total == "0" else source.choice([-1, 1])
-    lines[column] = f"{left}={int(total) + change}"
-    return "\n".join([*lines, direct_answer(a, b + change * 10**column)])
 
 
 def worked_solution(a: int, b: int) -> str:

@@ -28,14 +28,14 @@ def test_worked_solution(a: int, b: int, text: str) -> None:
     assert task.worked_solution(a, b) == text
 
 
-def test_of_two_answers_the_worked_and_correct_one_is_preferred() -> None:
+def test_of_two_answers_the_worked_and_marked_one_is_preferred() -> None:
     rows = task.preferences(5, 400)
     for row in rows:
         a, b = (int(number) for number in row.prompt.rstrip("=").split("+"))
-        assert row.chosen == task.worked_solution(a, b) != row.rejected
-        right = exact_match(row.rejected, str(a + b), ANSWER)
-        assert right == (row.rejected == task.direct_answer(a, b))
-    assert 0.4 < sum(row.rejected.count("\n") == 0 for row in rows) / len(rows) < 0.6
+        assert row.chosen == task.worked_solution(a, b)
+        assert exact_match(row.rejected, str(a + b), ANSWER) == (row.rejected == task.direct_answer(a, b))
+        assert row.rejected.endswith((str(a + b), "</answer>"))
+    assert 0.4 < sum("\n" not in row.rejected for row in rows) / len(rows) < 0.6
     assert rows == task.preferences(5, 400)
 
 
