@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import megatron.core.dist_checkpointing.strategies.filesystem_async as filesyste
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 
+from megarl.config import ModelShape, RecipeError
 from megarl.runtime import die_with_parent, without_usr1
 
 # Every other way to shard the optimizer is tied to one layout, or fails for this optimizer.
@@ -22,15 +24,22 @@ _SHARDING = {
 }
 
 
-def save(directory: Path, model: list[Any], optimizer: Any) -> None:
+_SHAPE = "shape"
+
+
+def save(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -> None:
     """Write the checkpoint into the existing, empty `directory`; returns when all ranks have written."""
     _start_results_queue()
-    dist_checkpointing.save(_state(model, optimizer, loading=False), str(directory), content_metadata=_SHARDING)
+    state = _state(model, optimizer, loading=False) | {_SHAPE: _described(shape)}
+    dist_checkpointing.save(state, str(directory), content_metadata=_SHARDING)
 
 
-def load(directory: Path, model: list[Any], optimizer: Any) -> None:
-    """Restore model and optimizer in place from `directory`, saved at any layout."""
-    # a checkpoint of another model, which has more or fewer tensors, raises
+def load(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -> None:
+    """Restore model and optimizer in place from `directory`, saved at any layout.
+
+    Raises RecipeError: it is of another model.
+    """
+    _check_shape(directory, shape)
     strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
     state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
     for index, part in enumerate(model):
@@ -41,6 +50,24 @@ def load(directory: Path, model: list[Any], optimizer: Any) -> None:
             if torch.is_tensor(values.get("step")):
                 # Megatron gives all parameters one tensor, which torch's Adam would then count up once for each
                 values["step"] = values["step"].clone()
+
+
+def _described(shape: ModelShape) -> dict[str, str]:
+    return {name: repr(value) for name, value in (asdict(shape) | {"head": shape.head.name}).items()}
+
+
+def _check_shape(directory: Path, shape: ModelShape) -> None:
+    """Raise RecipeError unless they agree.
+
+    Megatron would load output layers of other sizes without a word, as it allows for the vocabulary's padding.
+    """
+    saved, own = dist_checkpointing.load_common_state_dict(str(directory)).get(_SHAPE, {}), _described(shape)
+    other = [f"{name} {saved[name]} instead of {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
+    if other:
+        raise RecipeError(
+            f"{directory} is a checkpoint of another model, with {', '.join(other):.300}; expected one of the model in"
+            " model.path"
+        )
 
 
 def _tell_step(optimizer: Any) -> None:

@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megarl.config import Layout, read_model_shape
+from megarl.config import HeadName, Layout, RecipeError, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
@@ -24,6 +23,14 @@ from tests.distributed.payload_numerics import CPU, DEADLINE_S, engine
 from tests.distributed.payload_partition import loss
 
 UPDATES = 2  # after the checkpoint
+# a model, its head, a model whose checkpoint is not its own, and what is said
+OTHERS: list[tuple[str, HeadName, str, str]] = [
+    ("fewer_layers", "policy", "glm4_moe", "layers 4 instead of 2"),
+    ("smaller_vocabulary", "policy", "qwen2", "vocab 101 instead of 90"),
+    ("qwen2", "reward", "qwen2", "head 'policy' instead of 'reward'"),
+    ("qwen2", "critic", "qwen2", "head 'policy' instead of 'critic'"),
+    ("mixtral", "policy", "gpt_oss", "family 'gpt_oss' instead of 'mixtral'"),
+]
 
 
 def main() -> None:
@@ -31,9 +38,8 @@ def main() -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
-    refused = all(
-        control.allgather(refuses(plan.parent / "fewer_layers", plan.parent / "glm4_moe"), bool, what="refusals")
-    )
+    mine = [refusal(plan.parent / name, head, plan.parent / saved / "checkpoint") for name, head, saved, _ in OTHERS]
+    refused = control.allgather(mine, list[str], what="refusals")
     if control.rank == 0:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode((seen, refused)))
     dist.destroy_process_group()
@@ -62,18 +68,18 @@ def follow(
     return went_on, resumed
 
 
-def refuses(path: Path, other: Path) -> bool:
-    """Whether the checkpoint of a model with more layers, whose experts have keys of their own, is refused."""
-    model = build(path, {})
+def refusal(path: Path, head: HeadName, checkpoint: Path) -> str:
+    """What is said of the checkpoint of another model."""
+    model = build(path, {}, head)
     try:
-        model.load(other / "checkpoint", 1)
-    except CheckpointingException:
-        return True
-    return False
+        model.load(checkpoint, 1)
+    except RecipeError as error:
+        return str(error)
+    return ""
 
 
-def build(path: Path, layout: dict[str, Any]) -> ModelEngine:
-    return engine(path, read_model_shape(path), Layout.model_validate(layout))
+def build(path: Path, layout: dict[str, Any], head: HeadName = "policy") -> ModelEngine:
+    return engine(path, read_model_shape(path, head), Layout.model_validate(layout))
 
 
 def update(model: ModelEngine, control: ControlPlane) -> tuple[float, float]:
