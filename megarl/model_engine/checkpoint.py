@@ -7,11 +7,14 @@ import os
 from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megarl.config import ModelShape, RecipeError
 from megarl.runtime import die_with_parent, without_usr1
@@ -37,11 +40,16 @@ def save(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -
 def load(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -> None:
     """Restore model and optimizer in place from `directory`, saved at any layout.
 
-    Raises RecipeError: it is of another model.
+    Raises RecipeError: it is of another model, or damaged.
     """
-    _check_shape(directory, shape)
-    strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
+    try:
+        _check_shape(directory, shape)
+        state = _read(directory, model, optimizer)
+    except (CheckpointException, CheckpointingException, UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise RecipeError(
+            f"{directory} cannot be read ({reason:.200}); it is damaged: remove it and resume from an older one"
+        ) from error
     for index, part in enumerate(model):
         part.module.load_state_dict(state[f"model_{index}"], strict=True)
     optimizer.load_state_dict(state["optimizer"])
@@ -50,6 +58,11 @@ def load(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -
             if torch.is_tensor(values.get("step")):
                 # Megatron gives all parameters one tensor, which torch's Adam would then count up once for each
                 values["step"] = values["step"].clone()
+
+
+def _read(directory: Path, model: list[Any], optimizer: Any) -> Any:
+    strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL  # where tensors are missing or too many
+    return dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
 
 
 def _described(shape: ModelShape) -> dict[str, str]:

@@ -7,6 +7,7 @@ seen is written beside it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ OTHERS: list[tuple[str, HeadName, str, str]] = [
     ("qwen2", "reward", "qwen2", "head 'policy' instead of 'reward'"),
     ("qwen2", "critic", "qwen2", "head 'policy' instead of 'critic'"),
     ("mixtral", "policy", "gpt_oss", "family 'gpt_oss' instead of 'mixtral'"),
+    ("qwen2", "policy", "damaged", "it is damaged: remove it and resume from an older one"),
 ]
 
 
@@ -38,6 +40,9 @@ def main() -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
+    if control.rank == 0:
+        damage(plan.parent / "qwen2/checkpoint", plan.parent / "damaged/checkpoint")
+    control.barrier("damaged checkpoint")
     mine = [refusal(plan.parent / name, head, plan.parent / saved / "checkpoint") for name, head, saved, _ in OTHERS]
     refused = control.allgather(mine, list[str], what="refusals")
     if control.rank == 0:
@@ -66,6 +71,13 @@ def follow(
     resumed = [update(other, control) for _ in range(UPDATES)]
     parallel_state.destroy_model_parallel()
     return went_on, resumed
+
+
+def damage(checkpoint: Path, copy: Path) -> None:
+    """Files of the same sizes, in which something else is."""
+    shutil.copytree(checkpoint, copy)
+    for file in copy.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
 
 
 def refusal(path: Path, head: HeadName, checkpoint: Path) -> str:

@@ -49,8 +49,8 @@ def test_a_checkpoint_goes_on_at_another_layout(family: str, report: tuple[Seen,
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_checkpoint_of_another_model_is_refused(report: tuple[Seen, list[list[str]]]) -> None:
+def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(report: tuple[Seen, list[list[str]]]) -> None:
     for rank in report[1]:
         for (_, _, saved, message), found in zip(OTHERS, rank, strict=True):
-            assert f"{saved}/checkpoint is a checkpoint of another model, with " in found
+            assert f"{saved}/checkpoint " in found
             assert message in found
