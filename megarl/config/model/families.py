@@ -92,6 +92,7 @@ def _mixtral(config: Fields) -> Extra:
 def _deepseek_v2(config: Fields) -> Extra:
     require(config, "scoring_func", "softmax")
     require(config, "norm_topk_prob", False)
+    require(config, "rope_interleave", True)
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         known = "'greedy' and 'group_limited_greedy'"
@@ -223,10 +224,11 @@ def _latent(config: Fields) -> Extra:
     )
     if latent.rope % 2:
         raise RecipeError(f"qk_rope_head_dim is {latent.rope}; rotary positions need an even number")
+    require(config, "head_dim", latent.rope)  # what transformers calls so here
     rope = read_rope(config)
     scaling = rope.scaling
-    if rope.fraction != 1 or not isinstance(scaling, YarnScaling | None):
-        raise RecipeError("only rope types 'default' and 'yarn' of the whole rope part are supported with this model")
+    if not isinstance(scaling, YarnScaling | None):
+        raise RecipeError("only rope types 'default' and 'yarn' are supported with this architecture")
     if scaling is not None and not scaling.truncate:
         raise RecipeError("rope type 'yarn' with truncate false is not supported with this architecture")
     gain = yarn_gain(scaling.factor, scaling.mscale_all_dim) if scaling else 1.0
