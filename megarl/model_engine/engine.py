@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -150,7 +150,8 @@ class ModelEngine:
         """What the head gives first, of all response tokens of the sequences that are fed."""
         assert self._shape.head.name == head, f"a {self._shape.head.name} model is asked for what a {head} model gives"
         self._offloader.require("a forward pass", "parameters")
-        sequences = self._head.fed(sequences)
+        # columns are for losses, and those of a policy do not fit what a reward model is fed
+        sequences = self._head.fed([replace(sequence, columns={}) for sequence in sequences])
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
         def collect(batch: MicroBatch, output: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.errors import RecipeError
 from megarl.config.model.families import ARCHITECTURES, Family, check_experts
-from megarl.config.model.fields import Fields, count, flag, number, require
+from megarl.config.model.fields import Fields, count, flag, layer_count, number, require
 from megarl.config.model.heads import HeadName, PolicyHead, read_head, split_architecture
 from megarl.config.model.types import ModelShape
 
@@ -55,7 +55,7 @@ def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
         check_experts(extra["experts"])
     head = read_head(config, directory, decoder, stored, wanted)
     sizes: dict[str, Any] = {
-        "layers": count(config, "num_hidden_layers"),
+        "layers": layer_count(config),
         "hidden": count(config, "hidden_size"),
         "heads": count(config, "num_attention_heads"),
         "ffn": count(config, "intermediate_size"),
