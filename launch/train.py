@@ -86,6 +86,8 @@ def main() -> None:
         run_rank(args.recipe, args.overrides, guard, resume=args.resume)
     except (RecipeError, DataError) as error:
         guard.die(str(error), code=_BAD_INPUT)
+    except FloatingPointError as error:
+        guard.die(str(error))
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         cause = traceback.format_exc()
         time.sleep(_CHILD_FIRST_S)

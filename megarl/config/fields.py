@@ -40,12 +40,13 @@ def _json(value: dict[str, Any]) -> dict[str, Any]:
 
 INT_MAX = 2**31 - 1  # what seeds and counts may be in every library below
 SECONDS_MAX = 1e8  # three years; the clocks of some libraries overflow soon after
+FLOAT_MAX = 3e38  # what torch's optimizer can make a float32 of
 
 PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
 GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT_MAX)]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT_MAX)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

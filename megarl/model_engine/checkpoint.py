@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from dataclasses import asdict
 from multiprocessing.managers import SyncManager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
@@ -14,7 +16,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megarl.config import RecipeError
+from megarl.config import ModelShape, RecipeError
 from megarl.runtime import die_with_parent, without_usr1
 
 # Layers have keys of their own, in all models. Every other way to shard the optimizer is tied to one layout, or fails.
@@ -24,30 +26,28 @@ _SHARDING = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
+_SHAPE = "shape"  # what the model is, beside its tensors
 
 
-def save(directory: Path, model: list[Any], optimizer: Any) -> None:
+def save(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -> None:
     """Write the checkpoint into the existing, empty `directory`; returns when all ranks have written."""
     _start_results_queue()
-    dist_checkpointing.save(_state(model, optimizer, loading=False), str(directory), content_metadata=_SHARDING)
+    state = _state(model, optimizer, loading=False) | {_SHAPE: _described(shape)}
+    dist_checkpointing.save(state, str(directory), content_metadata=_SHARDING)
 
 
-def load(directory: Path, model: list[Any], optimizer: Any) -> None:
+def load(directory: Path, model: list[Any], optimizer: Any, shape: ModelShape) -> None:
     """Restore model and optimizer in place from `directory`, saved at any layout.
 
-    Raises RecipeError: it is the checkpoint of another model, with other tensors.
+    Raises RecipeError: it is of another model, or damaged.
     """
-    strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
     try:
-        state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
-    except (CheckpointingException, CheckpointException) as error:
-        # torch wraps what a rank raises, a wrong shape or a failing disk, in a BaseException of its own
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
-        if not isinstance(causes[0], CheckpointingException):
-            raise
+        _check_shape(directory, shape)
+        state = _read(directory, model, optimizer)
+    except (CheckpointException, CheckpointingException, UnpicklingError) as error:
+        reason = str(error).strip().splitlines()[-1]
         raise RecipeError(
-            f"model.path: {directory} is of a model with other tensors; resume with the model that the run was started"
-            f" with, or give another run_dir ({str(causes[0]).splitlines()[0].strip()})"
+            f"{directory} cannot be read ({reason:.200}); it is damaged: remove it and resume from an older one"
         ) from error
     for index, part in enumerate(model):
         part.module.load_state_dict(state[f"model_{index}"], strict=True)
@@ -57,6 +57,29 @@ def load(directory: Path, model: list[Any], optimizer: Any) -> None:
             if torch.is_tensor(values.get("step")):
                 # Megatron gives all parameters one tensor, which torch's Adam would then count up once for each
                 values["step"] = values["step"].clone()
+
+
+def _read(directory: Path, model: list[Any], optimizer: Any) -> Any:
+    strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL  # where tensors are missing or too many
+    return dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
+
+
+def _described(shape: ModelShape) -> dict[str, str]:
+    return {name: repr(value) for name, value in (asdict(shape) | {"head": shape.head.name}).items()}
+
+
+def _check_shape(directory: Path, shape: ModelShape) -> None:
+    """Raise RecipeError unless they agree.
+
+    Megatron would load output layers of other sizes without a word, as it allows for the vocabulary's padding.
+    """
+    saved, own = dist_checkpointing.load_common_state_dict(str(directory)).get(_SHAPE, {}), _described(shape)
+    other = [f"{name} {saved[name]} instead of {own[name]}" for name in own if saved.get(name, own[name]) != own[name]]
+    if other:
+        raise RecipeError(
+            f"{directory} is a checkpoint of another model, with {', '.join(other):.300}; expected one of the model in"
+            " model.path"
+        )
 
 
 def _tell_step(optimizer: Any) -> None:

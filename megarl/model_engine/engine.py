@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate
 
@@ -28,7 +28,7 @@ from megarl.model_engine.build import (
 )
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.heads import output_head
-from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate, inputs
+from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
 from megarl.model_engine.weights import ModelWeights
@@ -150,7 +150,8 @@ class ModelEngine:
         """What the head gives first, of all response tokens of the sequences that are fed."""
         assert self._shape.head.name == head, f"a {self._shape.head.name} model is asked for what a {head} model gives"
         self._offloader.require("a forward pass", "parameters")
-        sequences = self._head.fed(sequences)
+        # columns are for losses, and those of a policy do not fit what a reward model is fed
+        sequences = self._head.fed([replace(sequence, columns={}) for sequence in sequences])
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
         def collect(batch: MicroBatch, output: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -196,7 +197,11 @@ class ModelEngine:
             group["weight_decay"] = self._optimizer_recipe.weight_decay * group["wd_mult"]
         _, grad_norm, _ = self._optimizer.step()
         if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient norm of update {self.update_count + 1} is {grad_norm}")
+            raise FloatingPointError(
+                f"the gradient norm of update {self.update_count + 1} is {grad_norm}, expected a finite number: weights"
+                " or loss have overflowed; resume with a smaller optimizer.learning_rate, without the newest checkpoint"
+                " if it fails again; or in the first update, look for what is not finite in the model's weights"
+            )
         self.update_count += 1
         return Update(grad_norm=float(grad_norm), learning_rate=rate, metrics=metrics)
 
@@ -210,12 +215,12 @@ class ModelEngine:
         """Write model and optimizer as a distributed checkpoint that any layout can load."""
         self._offloader.require("save", "parameters", "optimizer")
         self._gather_parameters()
-        checkpoint.save(directory, self._model, self._optimizer)
+        checkpoint.save(directory, self._model, self._optimizer, self._shape)
 
     def load(self, directory: Path, update_count: int) -> None:
-        """Restore what `save` wrote after `update_count` updates."""
+        """Restore what `save` wrote after `update_count` updates. Raises RecipeError: it is of another model."""
         self._offloader.require("load", "parameters", "optimizer")
-        checkpoint.load(directory, self._model, self._optimizer)
+        checkpoint.load(directory, self._model, self._optimizer, self._shape)
         self.update_count = update_count
 
     def export_hf(self, target: Path) -> None:
@@ -251,6 +256,7 @@ class ModelEngine:
 
     def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's; as many on every rank."""
+        check_sequences(sequences, self._shape.vocab, self._shape.max_positions)
         given = (sequence.experts for sequence in sequences if sequence.experts is not None)
         check_choices(given, self._shape.experts)
         plan = plan_microbatches(

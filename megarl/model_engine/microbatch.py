@@ -92,6 +92,28 @@ def inputs(sequence: TokenSequence) -> int:
     return len(sequence.input_ids) - 1
 
 
+def check_sequences(sequences: Sequence[TokenSequence], vocab: int, positions: int) -> None:
+    """Raise ValueError for what would be computed wrong without a word, or end in an error that names no sequence."""
+    for index, sequence in enumerate(sequences):
+        if inputs(sequence) > positions:
+            raise ValueError(
+                f"sequence {index} has {inputs(sequence)} tokens to read, more than the model's {positions} positions;"
+                " shorten it"
+            )
+        for token in (min(sequence.input_ids), max(sequence.input_ids)):
+            if not 0 <= token < vocab:
+                raise ValueError(
+                    f"sequence {index} has token {token}, expected 0 to {vocab - 1}: tokenizer and weights must be of"
+                    " one model"
+                )
+        given = {name: len(values) for name, values in sequence.columns.items()}
+        if given != dict.fromkeys(sequences[0].columns, sequence.response_length):
+            raise ValueError(
+                f"sequence {index} has columns of {given} values, expected {sequence.response_length} (one for each"
+                f" response token) of each of {list(sequences[0].columns)}, as the first sequence has"
+            )
+
+
 def collate(
     sequences: Sequence[TokenSequence],
     plan: Sequence[Sequence[int]],

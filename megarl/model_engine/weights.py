@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,10 +13,10 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
-from megarl.config import Layout, ModelShape
+from megarl.config import Layout, ModelShape, PolicyHead
 from megarl.model_engine.offload import PartAwayError
 from megarl.runtime import LOGGER
-from megarl.weights import HfReader, Parameter, model_parameters
+from megarl.weights import HfReader, Parameter, model_parameters, split_index
 
 Bucket = list[tuple[Parameter, list[Tensor]]]
 
@@ -73,6 +73,9 @@ class ModelWeights:
         assert not todo, f"the weight table does not know {sorted(todo)}"
         if new := [hf for parameter in self.parameters if parameter.missing for hf in parameter.hf]:
             LOGGER.info("%s has no %s: it starts from zero", directory, " and no ".join(new))
+        if unused := left_out(reader.names, self.parameters, self._shape):
+            some = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
+            LOGGER.warning("%s: config.json's model has no place for %d tensors: %s", directory, len(unused), some)
 
     @torch.no_grad()
     def hf_buckets(self, limit_bytes: int) -> Iterator[Bucket]:
@@ -153,6 +156,14 @@ def _tensor_group(parameter: Parameter) -> dist.ProcessGroup:
     if parameter.expert is not None:
         return parallel_state.get_expert_tensor_parallel_group()
     return parallel_state.get_tensor_model_parallel_group()
+
+
+def left_out(stored: Iterable[str], parameters: Sequence[Parameter], shape: ModelShape) -> list[str]:
+    """Tensors of a checkpoint that the model does not have, which config.json may be wrong about."""
+    known = {split_index(name)[0] for parameter in parameters for name in parameter.hf}
+    if shape.tied or not isinstance(shape.head, PolicyHead):
+        known.add("lm_head.weight")  # the embedding again, or the head that another one replaces
+    return sorted(set(stored) - known)
 
 
 def _experts_before(shape: ModelShape, layout: Layout) -> int:

@@ -102,9 +102,10 @@ def _checked_tokenizer(path: Path, shape: ModelShape) -> PreTrainedTokenizerFast
         tokenizer = load_tokenizer(path)
     except DataError as error:
         raise DataError(f"model.path: {error}") from error
-    if len(tokenizer) > shape.vocab:
+    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1  # not its length: ids may have gaps
+    if tokens > shape.vocab:
         raise RecipeError(
-            f"model.path: {path}: the tokenizer has {len(tokenizer)} tokens and config.json's vocab_size is only"
+            f"model.path: {path}: the tokenizer has token ids up to {tokens - 1} and config.json's vocab_size is only"
             f" {shape.vocab}; tokenizer and weights must be of one model"
         )
     try:

@@ -19,6 +19,7 @@ from torch import Tensor
 from megarl.config import HeadName, ModelShape, RecipeError, head_config, read_model_shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F32", "BF16", "F16", "F64")
 _FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
 
 
@@ -38,20 +39,26 @@ class HfReader:
             raise RecipeError(f"{directory}: no weights; expected {SINGLE} or {INDEX}") from None
         except (SafetensorError, ValueError, KeyError, TypeError) as error:
             raise RecipeError(f"{directory}: cannot read the weights: {error}") from error
+        self.names = self._file_of.keys()
 
     def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
         """The tensor `name`, or one slice of a stacked one, which alone is read.
 
-        Raises RecipeError: no such tensor, or its shape is not `expected` (what config.json says).
+        Raises RecipeError: no such tensor, its shape is not `expected` (what config.json says), or it is quantized.
         """
-        whole, index = _split_index(name)
+        whole, index = split_index(name)
         if whole not in self._file_of:
             raise RecipeError(f"{self._directory}: tensor {whole} is missing; does config.json describe these weights?")
-        path = self._directory / self._file_of[whole]
+        path = self._directory / str(self._file_of[whole])
         try:
             with safe_open(path, "pt") as file:
                 stored = file.get_slice(whole)
-                shape = tuple(stored.get_shape())
+                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+                if dtype not in FLOATS:
+                    raise RecipeError(
+                        f"{path}: {whole} is of type {dtype}, expected one of {', '.join(FLOATS)}: quantized weights"
+                        " are not supported; take the original"
+                    )
                 found = shape if index is None else shape[1:]
                 if found == expected and (index is None or index < shape[0]):
                     return file.get_tensor(whole) if index is None else stored[index]
@@ -81,7 +88,8 @@ def write_hf(
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     for file in sorted(source.iterdir()):
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX:
+        # a link to nothing must not cost the trained weights
+        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX and file.is_file():
             shutil.copyfile(file, aside / file.name)
     dtype = _write_weights(_stacked(buckets, shape), aside, file_bytes)
     _write_config(aside / "config.json", shape, dtype)
@@ -94,7 +102,7 @@ def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], shape: ModelShape) -> 
     waiting: dict[str, dict[int, Tensor]] = {}
     slices = shape.experts.count if shape.experts else 0
     for name, tensor in (pair for bucket in buckets for pair in bucket):
-        whole, index = _split_index(name)
+        whole, index = split_index(name)
         if index is None:
             yield name, tensor
             continue
@@ -106,7 +114,7 @@ def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], shape: ModelShape) -> 
     assert not waiting, f"slices never came of {sorted(waiting)}"
 
 
-def _split_index(name: str) -> tuple[str, int | None]:
+def split_index(name: str) -> tuple[str, int | None]:
     """The tensor's name in the file, and which slice of it is meant."""
     match = re.fullmatch(r"(.+)\[(\d+)\]", name)
     return (match[1], int(match[2])) if match else (name, None)

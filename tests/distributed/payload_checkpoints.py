@@ -7,6 +7,7 @@ seen is written beside it.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megarl.config import Layout, RecipeError, read_model_shape
+from megarl.config import HeadName, Layout, RecipeError, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
@@ -23,6 +24,15 @@ from tests.distributed.payload_numerics import CPU, DEADLINE_S, engine
 from tests.distributed.payload_partition import loss
 
 UPDATES = 2  # after the checkpoint
+# a model, its head, a model whose checkpoint is not its own, and what is said
+OTHERS: list[tuple[str, HeadName, str, str]] = [
+    ("fewer_layers", "policy", "glm4_moe", "layers 4 instead of 2"),
+    ("smaller_vocabulary", "policy", "qwen2", "vocab 101 instead of 90"),
+    ("qwen2", "reward", "qwen2", "head 'policy' instead of 'reward'"),
+    ("qwen2", "critic", "qwen2", "head 'policy' instead of 'critic'"),
+    ("mixtral", "policy", "gpt_oss", "family 'gpt_oss' instead of 'mixtral'"),
+    ("qwen2", "policy", "damaged", "it is damaged: remove it and resume from an older one"),
+]
 
 
 def main() -> None:
@@ -30,10 +40,11 @@ def main() -> None:
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
-    refused = all(
-        all(control.allgather(refuses(plan.parent / other, plan.parent / "glm4_moe"), bool, what="refusals"))
-        for other in ("fewer_layers", "wider")
-    )
+    if control.rank == 0:
+        damage(plan.parent / "qwen2/checkpoint", plan.parent / "damaged/checkpoint")
+    control.barrier("damaged checkpoint")
+    mine = [refusal(plan.parent / name, head, plan.parent / saved / "checkpoint") for name, head, saved, _ in OTHERS]
+    refused = control.allgather(mine, list[str], what="refusals")
     if control.rank == 0:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode((seen, refused)))
     dist.destroy_process_group()
@@ -62,20 +73,25 @@ def follow(
     return went_on, resumed
 
 
-def refuses(path: Path, other: Path) -> bool:
-    """Whether `path` refuses the checkpoint of a model with other tensors, or with other shapes of them."""
-    model = build(path, {})
+def damage(checkpoint: Path, copy: Path) -> None:
+    """Files of the same sizes, in which something else is."""
+    shutil.copytree(checkpoint, copy)
+    for file in copy.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+
+
+def refusal(path: Path, head: HeadName, checkpoint: Path) -> str:
+    """What is said of the checkpoint of another model."""
+    model = build(path, {}, head)
     try:
-        model.load(other / "checkpoint", 1)
-    except RecipeError:
-        return True
-    finally:
-        parallel_state.destroy_model_parallel()
-    return False
+        model.load(checkpoint, 1)
+    except RecipeError as error:
+        return str(error)
+    return ""
 
 
-def build(path: Path, layout: dict[str, Any]) -> ModelEngine:
-    return engine(path, read_model_shape(path), Layout.model_validate(layout))
+def build(path: Path, layout: dict[str, Any], head: HeadName = "policy") -> ModelEngine:
+    return engine(path, read_model_shape(path, head), Layout.model_validate(layout))
 
 
 def update(model: ModelEngine, control: ControlPlane) -> tuple[float, float]:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from tests.distributed.launch import run
+from tests.distributed.payload_checkpoints import OTHERS
 from tests.families import write_model
 
 pytestmark = pytest.mark.distributed
@@ -27,12 +28,13 @@ Seen = dict[str, list[list[list[float]]]]
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, bool]:
+def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, list[list[str]]]:
     directory = tmp_path_factory.mktemp("checkpoints")
     for family, _, _ in CASES:
-        write_model(family, directory / family)
+        write_model(family, directory / family, pad_token_id=0)
     write_model("glm4_moe", directory / "fewer_layers", num_hidden_layers=2)
-    write_model("glm4_moe", directory / "wider", intermediate_size=64)
+    write_model("qwen2", directory / "smaller_vocabulary", vocab_size=90)
+    write_model("mixtral", directory / "mixtral")
     plan = directory / "plan.json"
     plan.write_text(json.dumps([[str(directory / family), saved, loaded] for family, saved, loaded in CASES]))
     run("mpirun", 4, "payload_checkpoints.py", plan, log=directory / "log")
@@ -41,11 +43,14 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, bool]:
 
 
 @pytest.mark.parametrize("family", [family for family, _, _ in CASES])
-def test_a_checkpoint_goes_on_at_another_layout(family: str, report: tuple[Seen, bool]) -> None:
+def test_a_checkpoint_goes_on_at_another_layout(family: str, report: tuple[Seen, list[list[str]]]) -> None:
     went_on, resumed = report[0][family]
     for expected, found in zip(went_on, resumed, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_checkpoint_of_another_model_is_refused(report: tuple[Seen, bool]) -> None:
-    assert report[1]
+def test_a_checkpoint_that_is_damaged_or_of_another_model_is_refused(report: tuple[Seen, list[list[str]]]) -> None:
+    for rank in report[1]:
+        for (_, _, saved, message), found in zip(OTHERS, rank, strict=True):
+            assert f"{saved}/checkpoint " in found
+            assert message in found

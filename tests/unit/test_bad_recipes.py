@@ -113,6 +113,17 @@ def shards(*names: str) -> Spoil:
     return write("model/model.safetensors.index.json", json.dumps(index))
 
 
+def token(text: str, number: int) -> Spoil:
+    """A tokenizer with one more token, whose id leaves a gap."""
+
+    def spoil(job: Path) -> None:
+        tokenizer = json.loads((job / "model/tokenizer.json").read_text())
+        tokenizer["model"]["vocab"][text] = number
+        (job / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+
+    return spoil
+
+
 UNSPOILT = config()
 CUT_WEIGHTS = shorten("model/model.safetensors", 200)
 # (how the job is spoilt, arguments after the recipe, what the message must contain)
@@ -157,6 +168,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("checkpoint.final=1", ["checkpoint.final: must be true or false, got 1"]),
     ("optimizer.learning_rate=.nan", ["optimizer.learning_rate: must be", "got nan"]),
     ("optimizer.learning_rate=1e999", ["optimizer.learning_rate: must be a finite number, got inf"]),
+    ("optimizer.learning_rate=1e300", ["optimizer.learning_rate: must be less than or equal to 3000", "got 1e+300"]),
     ("optimizer.learning_rate=-1e-4", ["must be greater than 0, got -0.0001"]),
     ("optimizer.betas=[0.9, 1]", ["optimizer.betas.1: must be less than 1, got 1"]),
     ("optimizer.betas=0.9", ["optimizer.betas: must be a list, got 0.9"]),
@@ -225,6 +237,7 @@ MODELS: list[tuple[Spoil, list[str]]] = [
     (config(tie_word_embeddings="yes"), ["tie_word_embeddings is 'yes'; expected true or false"]),
     (config(quantization_config={"quant_method": "fp8"}), ["quantized", "not supported; take the original"]),
     (config(vocab_size=100), ["the tokenizer has ", "config.json's vocab_size is only 100", "must be of one model"]),
+    (token("<far>", 700), ["token ids up to 700", "vocab_size is only 512", "must be of one model"]),
     (remove("model/model.safetensors"), ["model/model.safetensors is missing; expected *.safetensors weights"]),
     (CUT_WEIGHTS, ["model/model.safetensors is cut off or damaged", "copy or convert it again"]),
     (write("model/model.safetensors", ""), ["model/model.safetensors is cut off or damaged"]),

@@ -87,6 +87,25 @@ def test_a_wrong_shape_is_named_with_both_shapes(directory: Path) -> None:
         HfReader(directory).tensor("a", (3, 2))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.bool])
+def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.ones(2, 3).to(dtype)}, tmp_path / SINGLE)
+    with pytest.raises(ValueError, match=r"a is of type [A-Z0-9_]+, expected one of F32, .* take the original"):
+        HfReader(tmp_path).tensor("a", (2, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_floats_of_any_width_are_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    save_file({"a": torch.ones(2, 3).to(dtype)}, tmp_path / SINGLE)
+    assert HfReader(tmp_path).tensor("a", (2, 3)).dtype is dtype
+
+
+def test_a_file_name_that_is_none_is_named(sharded: Path) -> None:
+    (sharded / INDEX).write_text('{"weight_map": {"a": 3}}')
+    with pytest.raises(ValueError, match=f"{sharded}/3: cannot read tensor a"):
+        HfReader(sharded).tensor("a", (2, 3))
+
+
 def test_a_slice_is_read_alone(tmp_path: Path) -> None:
     stacked = torch.arange(24.0).view(4, 3, 2)
     save_file({"stacked": stacked}, tmp_path / SINGLE)
@@ -184,6 +203,13 @@ def test_a_missing_slice_is_named(tmp_path: Path, kept: list[int]) -> None:
     with pytest.raises(AssertionError, match="slices never came of .'stacked'"):
         write_hf([slices], tmp_path / "model", tmp_path / "written")
     assert not (tmp_path / "written").exists()
+
+
+def test_links_to_nothing_in_the_source_do_not_keep_weights_from_being_written(model: Path, tmp_path: Path) -> None:
+    (model / "tokenizer.model").symlink_to("gone")
+    (model / "directory.json").mkdir()
+    write_hf(buckets(load_file(model / SINGLE)), model, tmp_path / "written")
+    assert (tmp_path / "written" / SINGLE).exists()
 
 
 def test_an_older_target_is_replaced_whole(model: Path, tmp_path: Path) -> None:

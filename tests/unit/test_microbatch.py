@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.model_engine.attention import PackedAttention, Packing, pack
-from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, collate
+from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 2, 31, 17, 9, 64, 3, 8]
@@ -170,3 +170,25 @@ def test_a_packing_is_what_megatron_hands_on() -> None:
     packing = pack([4], rank=0, size=1)
     assert isinstance(packing, Packing)
     assert packing.qkv_format is None
+
+
+def column(values: int) -> dict[str, Tensor]:
+    return {"own": torch.ones(values)}
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        (TokenSequence([1, 100], 1, column(1)), "sequence 1 has token 100, expected 0 to 99"),
+        (TokenSequence([100, 1], 1, column(1)), "sequence 1 has token 100, expected 0 to 99"),
+        (TokenSequence([1, -1], 1, column(1)), "sequence 1 has token -1, expected 0 to 99"),
+        (TokenSequence([1] * 10, 9, column(1)), "sequence 1 has 9 tokens to read, more than the model's 8 positions"),
+        (TokenSequence([1, 2, 3], 1, column(1)), r"columns of {'own': 1} values, expected 2 \(one for each"),
+        (TokenSequence([1, 2, 3], 1), r"columns of {} values, expected 2 .* of each of \['own'\]"),
+    ],
+)
+def test_what_the_model_does_not_have_is_named(sequence: TokenSequence, message: str) -> None:
+    good = [TokenSequence([99], 1, column(0)), TokenSequence([0] * 9, 1, column(8))]
+    check_sequences(good, vocab=100, positions=8)
+    with pytest.raises(ValueError, match=message):
+        check_sequences([good[0], sequence], vocab=100, positions=8)

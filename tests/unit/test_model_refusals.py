@@ -34,6 +34,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": YARN | {"truncate": "no"}}, "truncate is 'no'; expected true or false"),
     ("llama", {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}}, "is 0.5, which is not supported; only 1 is"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor is 1.5, which is not"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "only 1 is with this architecture or rope type"),
+    ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "which is not supported; expected at most 1"),
+    ("llama", {"rope_parameters": {"rope_theta": 1.0}}, "rope_theta is 1; expected more than 1"),
+    ("llama", {"architectures": ["a\nb"]}, "architectures is ['a\\nb']; expected a list of one of LlamaForCausalLM"),
     ("llama", {"mlp_bias": True}, "mlp_bias is true, which is not supported; only false is"),
     ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu', which is not supported; only 'silu' is"),
     ("llama", {"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
@@ -51,6 +55,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"sliding_window": 4096}, "sliding_window is 4096, which is not supported; only null is"),
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method 'noaux_tc' is not supported with this architecture"),
     ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob is true, which is not supported; only false is"),
+    ("deepseek_v2", {"rope_interleave": False}, "rope_interleave is false, which is not supported; only true is"),
+    ("deepseek_v3", {"head_dim": 20}, "head_dim is 20, which is not supported; only 8 is"),
     ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func is 'sigmoid', which is not supported"),
     ("deepseek_v2", {"n_group": 3}, "8 experts cannot be divided into n_group 3"),
     ("deepseek_v2", {"topk_group": 1}, "topk_group 1 groups have fewer experts than num_experts_per_tok 3"),
@@ -103,7 +109,34 @@ def test_any_field_is_taken_or_explained(family: str, tmp_path: Path) -> None:
     told = [
         complaint(tmp_path, fields | {name: value})
         for name in fields
-        for value in (None, True, 0, -1, 3, 7.5, "8", "", [], [1], {}, {"a": 1}, 1e400)
+        for value in (None, True, 0, -1, 3, 7.5, "8", "", [], [1], {}, {"a": 1}, 1e400, 10**400, ["a\n"])
+    ]
+    assert max(len(text.splitlines()) for text in told) == 1
+
+
+@pytest.mark.parametrize("text", ["", "[]", "1" * 5000, "[" * 100_000, '{"architectures": [' + "9" * 5000 + "]}"])
+def test_any_file_is_explained(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        read_model_shape(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+ROPES = {
+    "rope_parameters": {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0, "original_max_position_embeddings": 8},
+    "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "rope_theta": 10.0},
+}
+
+
+@every_family
+@pytest.mark.parametrize("field", ROPES)
+def test_any_rope_is_taken_or_explained(field: str, family: str, tmp_path: Path) -> None:
+    fields = {name: value for name, value in fields_of(family).items() if name != "rope_parameters"}
+    names = ("factor", "rope_theta", "rope_type", "type", "mscale", "mscale_all_dim", "attention_factor", "beta_fast")
+    told = [
+        complaint(tmp_path, fields | {field: ROPES[field] | {"mscale": 1.0, "mscale_all_dim": 1.0, name: value}})
+        for name in names
+        for value in (None, True, 0, -1, "8", [], {}, 1e308, 1e-308, 10**400)
     ]
     assert max(len(text.splitlines()) for text in told) == 1
 

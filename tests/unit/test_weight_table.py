@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megarl.config import ModelShape, read_model_shape
+from megarl.model_engine.weights import left_out
 from megarl.weights import Parameter, model_parameters, write_hf
 from megarl.weights.hf import SINGLE, HfReader
 from megarl.weights.layouts import EngineLayout, GateUp, QueryKeyValue, RopePairs
@@ -164,3 +165,12 @@ def test_rotated_halves_become_pairs_wherever_they_are_made(
     layouts = [(p.hf[0].split(".")[-2], p.layout) for p in table if isinstance(p.layout, RopePairs)]
     assert len(layouts) == 4 * len(paired)
     assert dict(layouts) == paired
+
+
+@every_family
+@either_tied
+def test_only_what_has_no_place_is_left_out(family: str, tied: bool, written: Written) -> None:
+    directory = written(family, tied)
+    shape, table = table_of(directory)
+    stored = [*HfReader(directory).names, "model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.extra"]
+    assert left_out(stored, table, shape) == sorted(stored[-2:])

@@ -12,6 +12,7 @@ from megarl.config.model.fields import (
     Fields,
     count,
     flag,
+    layer_count,
     layer_list,
     number,
     require,
@@ -67,7 +68,7 @@ def _qwen3(config: Fields) -> Extra:
 
 
 def _qwen3_moe(config: Fields) -> Extra:
-    layers = count(config, "num_hidden_layers")
+    layers = layer_count(config)
     step, dense = count(config, "decoder_sparse_step", 1), layer_list(config, "mlp_only_layers", layers)
     experts = Experts(
         **_expert_counts(config, 128, 8),
@@ -84,7 +85,7 @@ def _mixtral(config: Fields) -> Extra:
     experts = Experts(
         **_expert_counts(config, 8, 2),
         ffn=count(config, "intermediate_size"),
-        layers=tuple(range(count(config, "num_hidden_layers"))),
+        layers=tuple(range(layer_count(config))),
     )
     return {"rope": read_rope(config, theta=1e6), "experts": experts}
 
@@ -92,6 +93,7 @@ def _mixtral(config: Fields) -> Extra:
 def _deepseek_v2(config: Fields) -> Extra:
     require(config, "scoring_func", "softmax")
     require(config, "norm_topk_prob", False)
+    require(config, "rope_interleave", True)
     method = config.get("topk_method") or "greedy"
     if method not in ("greedy", "group_limited_greedy"):
         known = "'greedy' and 'group_limited_greedy'"
@@ -131,7 +133,7 @@ def _glm4_moe(config: Fields) -> Extra:
 
 def _gpt_oss(config: Fields) -> Extra:
     require(config, "attention_bias", True)
-    layers = count(config, "num_hidden_layers")
+    layers = layer_count(config)
     experts = Experts(
         **_expert_counts(config, 128, 4),
         ffn=count(config, "intermediate_size"),
@@ -155,7 +157,7 @@ def _gpt_oss(config: Fields) -> Extra:
 def _gemma3(config: Fields) -> Extra:
     for name, supported in _GEMMA3_FIXED.items():
         require(config, name, supported)
-    layers, every = count(config, "num_hidden_layers"), count(config, "sliding_window_pattern", 6)
+    layers, every = layer_count(config), count(config, "sliding_window_pattern", 6)
     everywhere, local = _gemma3_ropes(config)
     return {
         "rope": everywhere,
@@ -198,13 +200,13 @@ def _no_biases(config: Fields) -> None:
 def _no_window(config: Fields) -> None:
     """The engine computes these families without windows, so that training with them would be off policy."""
     require(config, "use_sliding_window", False)
-    if windowed_layers(config, count(config, "num_hidden_layers"), ()):
+    if windowed_layers(config, layer_count(config), ()):
         raise RecipeError("layer_types has 'sliding_attention', which is not supported with this architecture")
 
 
 def _window(config: Fields, size: int, layers: Sequence[int], rope: Rope | None = None) -> Window | None:
     """`size` and `layers` are the family's where the file has none."""
-    layers = windowed_layers(config, count(config, "num_hidden_layers"), layers)
+    layers = windowed_layers(config, layer_count(config), layers)
     return Window(count(config, "sliding_window", size), layers, rope) if layers else None
 
 
@@ -223,10 +225,11 @@ def _latent(config: Fields) -> Extra:
     )
     if latent.rope % 2:
         raise RecipeError(f"qk_rope_head_dim is {latent.rope}; rotary positions need an even number")
+    require(config, "head_dim", latent.rope)  # what transformers calls so here
     rope = read_rope(config)
     scaling = rope.scaling
-    if rope.fraction != 1 or not isinstance(scaling, YarnScaling | None):
-        raise RecipeError("only rope types 'default' and 'yarn' of the whole rope part are supported with this model")
+    if not isinstance(scaling, YarnScaling | None):
+        raise RecipeError("only rope types 'default' and 'yarn' are supported with this architecture")
     if scaling is not None and not scaling.truncate:
         raise RecipeError("rope type 'yarn' with truncate false is not supported with this architecture")
     gain = yarn_gain(scaling.factor, scaling.mscale_all_dim) if scaling else 1.0
@@ -259,7 +262,7 @@ def _leading_dense(config: Fields, *, first_dense: int, shared: int, ffn: int, s
     first = count(config, "first_k_dense_replace", first_dense, least=0)
     return {
         "ffn": width,
-        "layers": tuple(range(first, count(config, "num_hidden_layers"))),
+        "layers": tuple(range(first, layer_count(config))),
         "shared_ffn": width * count(config, "n_shared_experts", shared, least=0),
         "scaling": number(config, "routed_scaling_factor", scaling),
     }

@@ -11,15 +11,22 @@ from megarl.config.errors import RecipeError
 Fields = dict[str, Any]
 
 
-def count(config: Fields, name: str, default: int | None = None, *, least: int = 1) -> int:
-    """A whole number of at least `least`. Raises RecipeError: another value, or missing without a default."""
+def count(config: Fields, name: str, default: int | None = None, *, least: int = 1, most: int = 2**62) -> int:
+    """A whole number from `least` to `most`. Raises RecipeError: another value, or missing without a default."""
     expected = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
     value = default if config.get(name) is None else config[name]
     if value is None:
         raise RecipeError(f"field {name!r} is missing; expected {expected}")
     if type(value) is not int or value < least:
         raise RecipeError(f"{name} is {value!r:.60}; expected {expected}")
+    if value > most:
+        raise RecipeError(f"{name} is {value!s:.60}; expected at most {most}")
     return value
+
+
+def layer_count(config: Fields) -> int:
+    """How many layers there are: few enough to be listed."""
+    return count(config, "num_hidden_layers", most=100_000)
 
 
 def number(config: Fields, name: str, default: float | None = None) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from megarl.config.errors import RecipeError
 from megarl.config.model.families import ARCHITECTURES, Family, check_experts
-from megarl.config.model.fields import Fields, count, flag, number, require
+from megarl.config.model.fields import Fields, count, flag, layer_count, number, require
 from megarl.config.model.heads import HeadName, PolicyHead, read_head, split_architecture
 from megarl.config.model.types import ModelShape
 
@@ -30,16 +30,18 @@ def read_model_shape(path: Path, head: HeadName = "policy") -> ModelShape:
         raise RecipeError(
             f"model.path: cannot read {file}: {error.strerror}; is it a Hugging Face directory?"
         ) from None
-    except (UnicodeDecodeError, RecursionError):
-        raise RecipeError(f"{file}: not JSON; expected the model's configuration") from None
     except json.JSONDecodeError as error:
         raise RecipeError(f"{file}: line {error.lineno} is not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):  # not UTF-8, a number of thousands of digits, too deep
+        raise RecipeError(f"{file}: not JSON; expected the model's configuration") from None
     if not isinstance(config, dict):
         raise RecipeError(f"{file}: expected an object with the model's configuration, found {config!r:.60}")
     try:
         return _shape(config, path, head)
     except RecipeError as error:
         raise RecipeError(f"{file}: {error}") from None
+    except (OverflowError, MemoryError) as error:
+        raise RecipeError(f"{file}: a number is too large for a model ({error}); correct it") from None
 
 
 def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
@@ -53,7 +55,7 @@ def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
         check_experts(extra["experts"])
     head = read_head(config, directory, decoder, stored, wanted)
     sizes: dict[str, Any] = {
-        "layers": count(config, "num_hidden_layers"),
+        "layers": layer_count(config),
         "hidden": count(config, "hidden_size"),
         "heads": count(config, "num_attention_heads"),
         "ffn": count(config, "intermediate_size"),
@@ -71,7 +73,7 @@ def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
 def _architecture(config: Fields) -> tuple[str, HeadName]:
     """The decoder, such as Llama, and the head of the checkpoint."""
     names = config.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not str(names[0]).isidentifier():
         raise RecipeError(f"architectures is {names!r:.60}; expected a list of one of {', '.join(ARCHITECTURES)}")
     name = str(names[0])
     if other := sorted(config.keys() & {"audio_config", "text_config", "vision_config"}):

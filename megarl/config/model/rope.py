@@ -37,8 +37,12 @@ def rope_of(config: Fields, settings: Fields, theta: float, fraction: float = 1.
         fraction=number(merged, "partial_rotary_factor", fraction),
         scaling=_scaling(config, settings),
     )
-    if rope.fraction > 1 or (rope.fraction < 1 and isinstance(rope.scaling, YarnScaling)):
-        only = "only 1 is with rope type 'yarn'" if rope.scaling else "expected at most 1"
+    if rope.theta <= 1:
+        raise RecipeError(f"rope_theta is {rope.theta:g}; expected more than 1")
+    # transformers heeds it in families alone that rotate a part of each head by default
+    whole = fraction == 1 or isinstance(rope.scaling, YarnScaling)
+    if rope.fraction > 1 or (whole and rope.fraction < 1):
+        only = "only 1 is with this architecture or rope type" if whole else "expected at most 1"
         raise RecipeError(f"partial_rotary_factor is {rope.fraction:g}, which is not supported; {only}")
     return rope
 
