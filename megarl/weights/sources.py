@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import HeadName, ModelShape, RecipeError, read_model_shape
-from megarl.weights.dcp import CONFIG, DcpReader
+from megarl.weights.dcp import DcpReader
 from megarl.weights.hf import HfReader, shorten
 from megarl.weights.keys import EXTRA, Place, checkpoint_place, stacked_place
 from megarl.weights.layouts import Replicated, Vocabulary
@@ -135,26 +135,6 @@ class MegatronSource:
                 f"{f' at {index}' if index else ''}; give the config of the model that was saved"
             )
         return found
-
-
-def open_source(directory: Path, config: Path | None = None) -> Source:
-    """The checkpoint in `directory`; `config` has the config.json and tokenizer of a Megatron one that has none itself.
-
-    Raises RecipeError: neither kind, or one that cannot be read.
-    """
-    if not directory.is_dir():
-        raise RecipeError(f"{directory}: no such directory; expected a Hugging Face directory or a Megatron checkpoint")
-    if not is_megatron(directory):
-        return HfSource(directory)
-    if config is None and not (directory / "config.json").exists():
-        raise RecipeError(
-            f"{directory}: has no config.json; give the model's Hugging Face directory with --config HF_DIRECTORY"
-        )
-    return MegatronSource(directory, config or directory)
-
-
-def is_megatron(directory: Path) -> bool:
-    return (directory / CONFIG).exists() or (directory / ".metadata").exists()
 
 
 def stored_head(directory: Path) -> HeadName:
