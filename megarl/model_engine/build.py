@@ -181,11 +181,6 @@ def _mark_shards(model: GPTModel) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith(".softmax_offset"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
-        if ".local_experts." in name:
-            # layers.py:886 does so only where expert > 1; with tensor > expert_tensor their gradients stay unsummed
-            parameter.allreduce = False
-            # copies on tensor-parallel ranks are data-parallel ones, each with its own part of the gradient
-            parameter.tensor_model_parallel = True
 
 
 def add_gradients(model: list[GPTModel], layout: Layout) -> list[DistributedDataParallel]:

@@ -14,8 +14,9 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from megarl.runtime import die_with_parent, without_usr1
 
-# Every other way to shard the optimizer is tied to one layout, or fails for this optimizer.
+# Layers have keys of their own, in all models. Every other way to shard the optimizer is tied to one layout, or fails.
 _SHARDING = {
+    "non_homogeneous_layers": True,
     "distrib_optim_sharding_type": "fully_reshardable",
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -81,20 +80,6 @@ class _ScatteredOutput(ColumnParallelLinear):
         if self.tp_group.size() == 1:
             return output, bias
         return scatter_to_sequence_parallel_region(gather_from_tensor_model_parallel_region(output)), bias
-
-
-class ExpertOutput(RowParallelLinear):
-    """The second matrix of experts with biases (gpt-oss), where Megatron 0.16.1 goes wrong twice."""
-
-    def __init__(self, *arguments: Any, **others: Any) -> None:
-        super().__init__(*arguments, **others)
-        # layers.py:1228 marks it, and gradients of different experts would be summed over tensor-parallel ranks
-        self.bias.sequence_parallel = False
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
-        output, bias = super().forward(input_)
-        # mlp.py:247 adds to it in place, which autograd refuses of a view that a function of its own has made
-        return output.clone(), bias
 
 
 class HiddenOutput(ColumnParallelLinear):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -12,8 +11,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.config import ExpertBalance, ModelShape
 from megarl.model_engine.attention import PackedAttention
+from megarl.model_engine.experts import GroupedExperts
 from megarl.model_engine.modules import (
-    ExpertOutput,
     LatentSelfAttention,
     PostNormAdd,
     RMSNorm,
@@ -21,6 +20,7 @@ from megarl.model_engine.modules import (
     WindowRopeLayer,
 )
 from megarl.model_engine.routing import Router
+from megarl.weights import layer_key_prefixes
 
 
 def block_specification(
@@ -32,8 +32,11 @@ def block_specification(
     block.layer_norm = norm
     for layer in {id(spec): spec for spec in block.layer_specs}.values():
         _replace(layer, config, shape, norm)
-        if shape.experts is not None and hasattr(layer.submodules.mlp.submodules, "experts"):
-            layer.submodules.mlp.submodules.router = partial(Router, experts=shape.experts, balance=balance)
+        mlp = layer.submodules.mlp.submodules
+        has_experts = shape.experts is not None and hasattr(mlp, "experts")
+        if shape.experts is not None and has_experts:
+            mlp.router, mlp.experts = partial(Router, experts=shape.experts, balance=balance), GroupedExperts
+        layer.submodules.sharded_state_dict_keys_map = layer_key_prefixes(shape, has_experts)
     return block
 
 
@@ -51,6 +54,3 @@ def _replace(layer: ModuleSpec, config: TransformerConfig, shape: ModelShape, no
         modules.self_attn_bda = modules.mlp_bda = ModuleSpec(PostNormAdd, params={"config": config, "norm": norm})
     if shape.window is not None and shape.window.rope is not None:
         layer.module = WindowRopeLayer
-    experts: Any = getattr(modules.mlp.submodules, "experts", None)
-    if experts is not None and shape.experts is not None and shape.experts.bias:
-        experts.submodules.linear_fc2 = ExpertOutput

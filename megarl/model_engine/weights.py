@@ -29,6 +29,18 @@ class _Home(NamedTuple):
     dtype: torch.dtype
 
 
+class _Held(NamedTuple):
+    """A parameter of this rank, or an expert's slice of one."""
+
+    tensor: Tensor
+    expert: int | None = None
+
+    @property
+    def data(self) -> Tensor:
+        """Not to be kept: it moves when gradients are added, or to the host and back."""
+        return self.tensor.detach() if self.expert is None else self.tensor.detach()[self.expert]
+
+
 class ModelWeights:
     """The weights of one rank's part of a model, by the names of the whole model."""
 
@@ -36,12 +48,12 @@ class ModelWeights:
         self.parameters = model_parameters(shape, layout.tensor)
         self._shape, self._layout = shape, layout
         self._dtype = parts[0].config.params_dtype
-        # parameters themselves, not their data: that moves when gradients are added, or to the host and back
         self._local = {
-            whole_model_name(name, part, experts_before(shape, layout)): tensor
+            whole: held
             for part in parts
             for name, tensor in [*part.named_parameters(), *part.named_buffers()]
             if name in part.state_dict()
+            for whole, held in _whole_model_names(name, tensor, part, _experts_before(shape, layout))
         }
 
     @torch.no_grad()
@@ -57,7 +69,7 @@ class ModelWeights:
                 named = zip(parameter.hf, parameter.hf_shapes, strict=True)
                 parts = [torch.zeros(size) if parameter.missing else reader.tensor(hf, size) for hf, size in named]
                 whole = parameter.layout.to_megatron(parts)
-                todo.pop(name).copy_(parameter.layout.shard(whole, *_tensor_place(parameter)))
+                todo.pop(name).data.copy_(parameter.layout.shard(whole, *_tensor_place(parameter)))
         assert not todo, f"the weight table does not know {sorted(todo)}"
         if new := [hf for parameter in self.parameters if parameter.missing for hf in parameter.hf]:
             LOGGER.info("%s has no %s: it starts from zero", directory, " and no ".join(new))
@@ -68,7 +80,7 @@ class ModelWeights:
 
         A collective of all ranks. A parameter larger than the limit makes a bucket of its own.
         """
-        if not all(tensor.untyped_storage().nbytes() for tensor in self._local.values()):
+        if not all(held.tensor.untyped_storage().nbytes() for held in self._local.values()):
             # whoever has kept these weights, and does not ask the engine for them, would read from nowhere
             raise PartAwayError('hf_buckets needs what has been offloaded: call onload("parameters") first')
         bucket: list[Parameter] = []
@@ -86,12 +98,12 @@ class ModelWeights:
         """An all-gather over the tensor-parallel ranks that hold the bucket, then broadcasts to those that do not."""
         _, ranks = _tensor_place(bucket[0])
         sizes = [self._shard_shape(parameter) for parameter in bucket]
-        device = next(iter(self._local.values())).device
+        device = next(iter(self._local.values())).tensor.device
         gathered = torch.empty(ranks, sum(size.numel() for size in sizes), dtype=home.dtype, device=device)
         stage = parallel_state.get_pipeline_model_parallel_rank()
         if stage == home.stage:
             if home.expert_rank in (None, parallel_state.get_expert_model_parallel_rank()):
-                flat = torch.cat([self._local[parameter.megatron].detach().reshape(-1) for parameter in bucket])
+                flat = torch.cat([self._local[parameter.megatron].data.reshape(-1) for parameter in bucket])
                 dist.all_gather(list(gathered.unbind()), flat, group=_tensor_group(bucket[0]))
             if home.expert_rank is not None and self._layout.expert > 1:
                 group = parallel_state.get_expert_model_parallel_group()
@@ -143,16 +155,20 @@ def _tensor_group(parameter: Parameter) -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group()
 
 
-def experts_before(shape: ModelShape, layout: Layout) -> int:
+def _experts_before(shape: ModelShape, layout: Layout) -> int:
     """Experts of a layer that lie on the expert-parallel ranks before this one."""
     if shape.experts is None:
         return 0
     return parallel_state.get_expert_model_parallel_rank() * (shape.experts.count // layout.expert)
 
 
-def whole_model_name(name: str, part: GPTModel, experts_before: int) -> str:
+def _whole_model_names(name: str, tensor: Tensor, part: GPTModel, experts_before: int) -> Iterator[tuple[str, _Held]]:
     """A stage numbers its layers and a rank its experts from 0; `layer_number` counts from 1 in the whole model."""
     if match := re.match(r"decoder\.layers\.(\d+)\.(.*)", name):
         layer = part.decoder.layers[int(match[1])].layer_number - 1
         name = f"decoder.layers.{layer}.{match[2]}"
-    return re.sub(r"(?<=\.local_experts\.)\d+", lambda expert: str(experts_before + int(expert[0])), name)
+    if ".mlp.experts." not in name:
+        yield name, _Held(tensor)
+        return
+    for index in range(len(tensor)):
+        yield f"{name}[{experts_before + index}]", _Held(tensor, index)

@@ -5,7 +5,7 @@ from megarl.weights.convert import Progress, convert
 from megarl.weights.describe import describe
 from megarl.weights.hf import HfReader
 from megarl.weights.hf_writer import HfWriter, hf_specs, write_hf
-from megarl.weights.keys import checkpoint_place
+from megarl.weights.keys import checkpoint_key, layer_key_prefixes
 from megarl.weights.parameter import Parameter
 from megarl.weights.places import Place, find_place, open_source
 from megarl.weights.sources import Source
@@ -18,12 +18,13 @@ __all__ = [
     "Place",
     "Progress",
     "Source",
-    "checkpoint_place",
+    "checkpoint_key",
     "compare",
     "convert",
     "describe",
     "find_place",
     "hf_specs",
+    "layer_key_prefixes",
     "model_parameters",
     "open_source",
     "write_hf",

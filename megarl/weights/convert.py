@@ -93,7 +93,7 @@ class MegatronSink:
         """A stacked tensor has one dtype."""
         dtypes: dict[str, torch.dtype] = {}
         for parameter in self._source.parameters:
-            key, _ = checkpoint_place(parameter, self._source.shape)
+            key, _ = checkpoint_place(self._source.shape, parameter)
             dtype = self._source.dtype(parameter)
             if dtypes.setdefault(key, dtype) is not dtype:
                 raise RecipeError(
@@ -110,7 +110,7 @@ class MegatronSink:
     def _described(self, results: dict[int, list[tuple[int, int]]]) -> Iterator[tuple[str, TensorSpec, Chunk]]:
         for unit, parameters in enumerate(self._units):
             for parameter, (start, length) in zip(parameters, results[unit], strict=True):
-                key, index = checkpoint_place(parameter, self._source.shape)
+                key, index = checkpoint_place(self._source.shape, parameter)
                 whole = megatron_shape(parameter)
                 experts = self._source.shape.experts.count if index and self._source.shape.experts else 0
                 shape = (experts, *whole) if index else whole

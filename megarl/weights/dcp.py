@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.config import RecipeError
 from megarl.weights.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata, write_metadata
-from megarl.weights.safetensors_file import TensorSpec
+from megarl.weights.safetensors_file import TensorSpec, read_tensor
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = {"common_backend": "torch", "common_backend_version": 1}
@@ -62,8 +62,9 @@ class DcpReader:
             high = [min(a, b + size) for a, b, size in zip(end, chunk.offsets, chunk.sizes, strict=True)]
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
-            box = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
-            part = self._chunk(chunk, stored.spec.dtype)[box][(0,) * len(index)]
+            part = self._part(chunk, stored.spec.dtype, [i - o for i, o in zip(index, chunk.offsets, strict=False)])
+            box = [slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True)]
+            part = part[tuple(box[len(index) :])]
             covered += part.numel()
             if part.shape == shape:
                 return part
@@ -89,18 +90,31 @@ class DcpReader:
             self._rows[key] = rows
         return self._rows[key].get(index[0], [])
 
-    def _chunk(self, chunk: Chunk, dtype: torch.dtype) -> Tensor:
+    def _part(self, chunk: Chunk, dtype: torch.dtype, index: list[int]) -> Tensor:
+        """What `index` selects in the first dimensions of a box; nothing else of it is read."""
         path = self._directory / chunk.file
         try:
             with path.open("rb") as file:
                 part: Any = _Part(file, chunk.start, chunk.length)
-                loaded = torch.load(part, map_location="cpu", weights_only=True)
+                # a tensor without elements, which knows where in the file they are
+                blob = torch.load(part, map_location="meta", weights_only=True)
         except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             what = str(error).splitlines()[0][:120] if str(error) else repr(error)
             raise RecipeError(f"{path}: damaged at byte {chunk.start} ({what}); copy the checkpoint again") from None
-        if not isinstance(loaded, Tensor) or (loaded.dtype, tuple(loaded.shape)) != (dtype, chunk.sizes):
+        if not isinstance(blob, Tensor) or (blob.dtype, tuple(blob.shape)) != (dtype, chunk.sizes):
             raise RecipeError(f"{path}: byte {chunk.start} is not a {dtype} tensor {chunk.sizes}, as {METADATA} says")
-        return loaded
+        selected: Tensor = blob[tuple(index)]
+        flat = selected.as_strided((_extent(selected),), (1,))
+        elements = blob.untyped_storage()._checkpoint_offset
+        assert elements is not None, "torch.load to meta says where"
+        start = chunk.start + elements + int(flat.storage_offset()) * dtype.itemsize
+        read = read_tensor(path, start, TensorSpec(dtype, tuple(flat.shape)))
+        return read.as_strided(selected.shape, selected.stride())
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements of the storage from the tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def write_chunks(path: Path, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ from megarl.weights.layouts import GateUp, Layout, Split
 class Parameter:
     """A parameter of the whole model: its names, its layout and the shapes of its Hugging Face tensors.
 
-    A Hugging Face name may end in an index, `experts.down_proj[3]`: the tensor is that slice of a stacked one.
+    A name may end in an index, `experts.down_proj[3]`: the tensor is that slice of a stacked one.
     `engine` is the name under which SGLang holds it, fused as in Megatron; None where that is not known.
     `layer` is None outside the layers. A parameter of an `expert`, numbered in the whole model, is on the ranks that
     have that expert, and its layout splits it over the expert-tensor-parallel ranks. `float32` stays so whatever the
@@ -33,7 +33,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the names of a layer's parameters, or of one of its experts', begin."""
+    """Where the names of a layer's parameters, or of one of its experts', begin; an expert's end in its number."""
 
     megatron: str
     hf: str
@@ -46,8 +46,7 @@ class Place:
 
     def of_expert(self, expert: int, hf: str) -> Place:
         """The expert's place in Megatron; `hf` is what its own names begin with, within the layer."""
-        megatron = f"{self.megatron}mlp.experts.local_experts.{expert}."
-        return Place(megatron, f"{self.hf}{hf}", self.layer, expert)
+        return Place(f"{self.megatron}mlp.experts.", f"{self.hf}{hf}", self.layer, expert)
 
     def one(self, megatron: str, hf: str, layout: Layout, *size: int, float32: bool = False) -> Parameter:
         """A parameter made of one tensor."""
@@ -64,7 +63,7 @@ class Place:
     ) -> Parameter:
         """A parameter made of several tensors; `engine` is its name there, within the layer."""
         return Parameter(
-            megatron=self.megatron + megatron,
+            megatron=self.megatron + megatron + ("" if self.expert is None else f"[{self.expert}]"),
             hf=tuple(self.hf + name for name in hf),
             engine=None if self.expert is not None else self.hf + engine,
             layout=layout,

@@ -120,7 +120,7 @@ class MegatronSource:
         return own + ([] if self.config == self.directory else [self.config / "config.json"])
 
     def _place(self, parameter: Parameter) -> Place:
-        place = checkpoint_place(parameter, self.shape)
+        place = checkpoint_place(self.shape, parameter)
         found = next((p for p in (place, stacked_place(place)) if p[0] in self.reader.tensors), None)
         if found is None:
             raise RecipeError(f"{self.directory}: {place[0]} is missing; is {self.config}/config.json of this model?")

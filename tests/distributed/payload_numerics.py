@@ -26,7 +26,6 @@ from torch import Tensor
 import megarl.model_engine.heads as heads_module
 from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence, build, specification
-from megarl.model_engine.modules import ExpertOutput
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from megarl.weights import HfReader
 from tests.distributed import numerics
@@ -96,25 +95,17 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, before)
 
 
-def _unmarked_experts() -> Any:
+def _marked_experts(kind: str, mark: str) -> Any:
+    """Parameters of experts marked as Megatron's own are."""
     marks = build._mark_shards
 
-    def mark(model: Any) -> None:
+    def mark_all(model: Any) -> None:
         marks(model)
         for name, parameter in model.named_parameters():
-            if ".local_experts." in name:
-                parameter.allreduce = True
+            if ".experts." in name and name.endswith(kind):
+                setattr(parameter, mark, True)
 
-    return _replaced(build, "_mark_shards", mark)
-
-
-def _stock_expert_output() -> Any:
-    class Marked(ExpertOutput):
-        def __init__(self, *arguments: Any, **others: Any) -> None:
-            super().__init__(*arguments, **others)
-            self.bias.sequence_parallel = True
-
-    return _replaced(specification, "ExpertOutput", Marked)
+    return _replaced(build, "_mark_shards", mark_all)
 
 
 def _batched_exchange() -> Any:
@@ -124,8 +115,8 @@ def _batched_exchange() -> Any:
 
 REPAIRS = {
     "gradient of the shared rope key": lambda: _replaced(specification, "LatentSelfAttention", MLASelfAttention),
-    "experts' gradients are summed": _unmarked_experts,
-    "expert biases are not summed": _stock_expert_output,
+    "experts' gradients are summed": lambda: _marked_experts("weight", "allreduce"),
+    "expert biases are not summed": lambda: _marked_experts("linear_fc2.bias", "sequence_parallel"),
     "no batched exchange": _batched_exchange,
 }
 """What megarl mends in Megatron, each undone; without them the numbers are wrong without a word."""
@@ -206,7 +197,10 @@ def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) ->
         for group in [*part.bucket_groups, *part.expert_parallel_bucket_groups]:
             share_buckets(group)
     gradients = copy.copy(model.weights)
-    gradients._local = {name: getattr(p, "main_grad", p) for name, p in gradients._local.items()}
+    gradients._local = {
+        name: held._replace(tensor=getattr(held.tensor, "main_grad", held.tensor))
+        for name, held in gradients._local.items()
+    }
     reader, worst = HfReader(directory), (0.0, "")
     for bucket in gradients.hf_buckets(1 << 20):
         for parameter, parts in bucket:

@@ -168,7 +168,7 @@ def write_gradients(model: ModelEngine, out: Path) -> None:
         for group in [*part.bucket_groups, *part.expert_parallel_bucket_groups]:
             share_buckets(group)
     gradients = copy.copy(model.weights)
-    gradients._local = {name: p.main_grad for name, p in gradients._local.items()}
+    gradients._local = {name: held._replace(tensor=held.tensor.main_grad) for name, held in gradients._local.items()}
     buckets = list(gradients.hf_buckets(1 << 30))
     if dist.get_rank() == 0:
         tensors = {name: t.clone() for b in buckets for p, parts in b for name, t in zip(p.hf, parts, strict=True)}
@@ -189,11 +189,11 @@ def digests(model: ModelEngine, control: ControlPlane) -> list[tuple[str, str]]:
     """Of every rank's own weights: what they are and their bytes' hash. Equal names must have equal hashes."""
     tensor_rank = parallel_state.get_tensor_model_parallel_rank()
     mine = []
-    for name, tensor in model.weights._local.items():
+    for name, held in model.weights._local.items():
         if name == "output_layer.weight" and model._shape.tied:
             name = "embedding.word_embeddings.weight"  # the last stage's copy
         whose = f"{name}, tensor rank {tensor_rank}"
-        mine.append((whose, hashlib.sha256(tensor.detach().numpy().tobytes()).hexdigest()))
+        mine.append((whose, hashlib.sha256(held.data.contiguous().numpy().tobytes()).hexdigest()))
     everyone = control.allgather(mine, list[tuple[str, str]], what="digests")
     return [pair for rank in everyone for pair in rank]
 
