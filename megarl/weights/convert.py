@@ -28,7 +28,7 @@ from megarl.weights.sources import Source, megatron_shape
 from megarl.weights.staging import Staging
 from megarl.weights.workers import each_unit
 
-_UNIT_BYTES = 256 << 20  # what a kill costs at most for each worker, and about the size of a .distcp file
+UNIT_BYTES = 256 << 20  # what a kill costs at most for each worker, and about the size of a .distcp file
 
 Units = list[list[Parameter]]
 
@@ -127,6 +127,7 @@ def convert(
     workers: int,
     overwrite: bool = False,
     file_bytes: int = FILE_BYTES,
+    unit_bytes: int = UNIT_BYTES,
     worker_start: Callable[[], None] = lambda: None,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> None:
@@ -135,8 +136,8 @@ def convert(
     `worker_start` is called in each of the `workers` processes, of which a single one is this process. Raises
     RecipeError: the target is not to be written, or cannot be. What is finished then is kept for the next attempt.
     """
-    units = plan_units(source)
-    staging = Staging(target, _job(source, to, file_bytes), overwrite=overwrite)
+    units = plan_units(source, unit_bytes)
+    staging = Staging(target, _job(source, to=to, file_bytes=file_bytes, unit_bytes=unit_bytes), overwrite=overwrite)
     directory = staging.path
     sink: Sink = HfSink(source, directory, file_bytes) if to == "hf" else MegatronSink(source, directory, units)
     results = staging.finished()
@@ -163,12 +164,12 @@ def convert(
         staging.publish()
 
 
-def plan_units(source: Source) -> Units:
-    """The parameters in order, some hundred megabytes together."""
+def plan_units(source: Source, unit_bytes: int = UNIT_BYTES) -> Units:
+    """The parameters in order, at most `unit_bytes` together, or a single larger one."""
     units: Units = [[]]
     size = 0
     for parameter in source.parameters:
-        if units[-1] and size + nbytes(source, parameter) > _UNIT_BYTES:
+        if units[-1] and size + nbytes(source, parameter) > unit_bytes:
             units.append([])
             size = 0
         units[-1].append(parameter)
@@ -184,10 +185,9 @@ def _file(unit: int) -> str:
     return f"__{unit}_0.distcp"
 
 
-def _job(source: Source, to: str, file_bytes: int) -> dict[str, Any]:
+def _job(source: Source, **options: Any) -> dict[str, Any]:
     """What decides which bytes are written."""
-    files = [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in source.files()]
-    return {"to": to, "file_bytes": file_bytes, "unit_bytes": _UNIT_BYTES, "files": files}
+    return options | {"files": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in source.files()]}
 
 
 def _check_space(directory: Path, needed: int) -> None:

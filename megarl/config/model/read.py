@@ -72,7 +72,9 @@ def _check_quantization(method: Any, fp8: bool) -> None:
     if method != "fp8":
         raise RecipeError(f"the weights are quantized ({method!r:.60}), which is not supported; take the original")
     if not fp8:
-        raise RecipeError("the weights are FP8; tools/convert_checkpoint.py export makes a bfloat16 directory of them")
+        raise RecipeError(
+            "the weights are quantized to FP8; tools/convert_checkpoint.py export makes a bfloat16 directory of them"
+        )
 
 
 def _architecture(config: Fields) -> tuple[str, HeadName]:
