@@ -57,6 +57,7 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
             to="megatron" if arguments.command == "import" else "hf",
             overwrite=arguments.overwrite,
             file_bytes=arguments.max_file_size,
+            say=partial(console.print, highlight=False, soft_wrap=True),
             **_in_parallel(arguments, show),
         )
     console.print(f"{target} is whole", highlight=False, soft_wrap=True)

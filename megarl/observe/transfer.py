@@ -48,5 +48,5 @@ def show_transfer(name: str, console: Console) -> Iterator[Show]:
     seconds = time.monotonic() - begin
     moved = last[0] - last[2]
     kept = f" ({decimal(last[2])} were done before)" if last[2] else ""
-    line = f"{name}: {decimal(moved)} in {seconds:.1f} s, {decimal(int(moved / seconds))}/s{kept}"
+    line = f"{name}: {decimal(moved)} in {seconds:.2f} s, {decimal(int(moved / seconds))}/s{kept}"
     console.print(line, highlight=False, soft_wrap=True)

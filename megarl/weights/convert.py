@@ -130,6 +130,7 @@ def convert(
     unit_bytes: int = UNIT_BYTES,
     worker_start: Callable[[], None] = lambda: None,
     progress: Callable[[Progress], None] = lambda progress: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write the model of `source` to the directory `target`, as "hf" or as "megatron".
 
@@ -138,6 +139,8 @@ def convert(
     """
     units = plan_units(source, unit_bytes)
     staging = Staging(target, _job(source, to=to, file_bytes=file_bytes, unit_bytes=unit_bytes), overwrite=overwrite)
+    if staging.restarted:
+        say(f"{staging.path} is of another source or with other options: starting over")
     directory = staging.path
     sink: Sink = HfSink(source, directory, file_bytes) if to == "hf" else MegatronSink(source, directory, units)
     results = staging.finished()

@@ -123,11 +123,22 @@ def write_chunks(path: Path, tensors: Iterable[Tensor]) -> list[tuple[int, int]]
     with path.open("wb") as file:
         for tensor in tensors:
             start = file.tell()
-            torch.save(tensor.contiguous(), file)
+            try:
+                torch.save(tensor.contiguous(), file)
+            except RuntimeError as error:  # torch complains of its own state after the file's error
+                raise _cause(error) from None
             places.append((start, file.tell() - start))
         file.flush()
         os.fsync(file.fileno())
     return places
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The file's error behind one of torch's, or that one itself."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__context__
+    return behind or error
 
 
 def write_checkpoint(directory: Path, chunks: Iterable[tuple[str, TensorSpec, Chunk]]) -> None:

@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ from megarl.config import RecipeError
 
 _NOTES = ".convert"
 """Where in the partial directory the notes lie: the job, the lock, and a file for each finished unit."""
+_ENDING_S = 3.0  # a killed conversion's last worker may live this long
 
 
 class Staging:
@@ -83,16 +85,20 @@ def publish(aside: Path, target: Path) -> None:
 
 def _lock(file: Path, directory: Path) -> TextIO:
     """Lock `directory` by a file in it."""
-    lock = file.open("a")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RecipeError(f"another process is writing {directory}; wait for it, or end it") from None
-    except OSError:  # some shared file systems have no locks
+    lock, end = file.open("a"), time.monotonic() + _ENDING_S
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < end:
+                time.sleep(0.05)
+                continue
+            raise RecipeError(f"another process is writing {directory}; wait for it, or end it") from None
+        except OSError:  # some shared file systems have no locks
+            return lock
+        if not file.exists():  # the process that held it has just renamed the directory
+            raise RecipeError(f"another process has just finished {directory}; look at its result")
         return lock
-    if not file.exists():  # the process that held it has just renamed the directory
-        raise RecipeError(f"another process has just finished {directory}; look at its result")
-    return lock
 
 
 def _write_whole(file: Path, text: str) -> None:
