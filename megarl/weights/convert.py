@@ -24,11 +24,11 @@ from megarl.weights.hf_writer import FILE_BYTES, HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_place
 from megarl.weights.parameter import Parameter
 from megarl.weights.safetensors_file import TensorSpec
-from megarl.weights.sources import Source, megatron_shape
+from megarl.weights.sources import Source
 from megarl.weights.staging import Staging
 from megarl.weights.workers import each_unit
 
-UNIT_BYTES = 256 << 20  # what a kill costs at most for each worker, and about the size of a .distcp file
+UNIT_BYTES = 128 << 20  # what a kill costs at most for each worker, and about the size of a .distcp file
 
 Units = list[list[Parameter]]
 
@@ -111,7 +111,7 @@ class MegatronSink:
         for unit, parameters in enumerate(self._units):
             for parameter, (start, length) in zip(parameters, results[unit], strict=True):
                 key, index = checkpoint_place(self._source.shape, parameter)
-                whole = megatron_shape(parameter)
+                whole = parameter.layout.whole_shape(parameter.hf_shapes)
                 experts = self._source.shape.experts.count if index and self._source.shape.experts else 0
                 shape = (experts, *whole) if index else whole
                 offsets = (*index, *[0] * len(whole))

@@ -9,7 +9,8 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megarl.config import RecipeError
 from megarl.weights.dcp_metadata import METADATA, Chunk, StoredTensor, read_metadata, write_metadata
-from megarl.weights.safetensors_file import TensorSpec, read_tensor
+from megarl.weights.safetensors_file import TensorSpec, read_tensor, write_bytes
 
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = {"common_backend": "torch", "common_backend_version": 1}
@@ -120,17 +121,28 @@ def _extent(tensor: Tensor) -> int:
 def write_chunks(path: Path, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Write tensors into one file, and return where each starts and how long it is, once all is on disk."""
     places = []
-    with path.open("wb") as file:
+    # the checksums of the blobs would cost as much as the writing, and torch.load does not look at them
+    with _without_checksums(), path.open("wb", buffering=0) as file:
+        target: Any = _Target(file)
         for tensor in tensors:
             start = file.tell()
             try:
-                torch.save(tensor.contiguous(), file)
+                torch.save(tensor.contiguous(), target)
             except RuntimeError as error:  # torch complains of its own state after the file's error
                 raise _cause(error) from None
             places.append((start, file.tell() - start))
-        file.flush()
         os.fsync(file.fileno())
     return places
+
+
+@contextmanager
+def _without_checksums() -> Iterator[None]:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -163,6 +175,20 @@ def _check_backend(path: Path) -> None:
         raise RecipeError(f"{path}: not JSON; copy the checkpoint again") from None
     if found != BACKEND:
         raise RecipeError(f"{path}: the checkpoint is of {found}; only {BACKEND} is supported")
+
+
+class _Target:
+    """What torch.save needs of a file."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        self._file = file
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        write_bytes(self._file, view)
+        return len(view)
+
+    def flush(self) -> None: ...
 
 
 class _Part(io.RawIOBase):

@@ -20,7 +20,7 @@ from torch import Tensor
 from megarl.config import HeadName, ModelShape, head_config, read_model_shape
 from megarl.weights.hf import INDEX, SINGLE, split_index
 from megarl.weights.parameter import Parameter
-from megarl.weights.safetensors_file import TensorSpec, build_header, tensor_bytes
+from megarl.weights.safetensors_file import TensorSpec, build_header, tensor_bytes, write_bytes
 from megarl.weights.staging import publish
 from megarl.weights.table import model_parameters
 
@@ -65,8 +65,7 @@ class HfWriter:
         data = tensor_bytes(tensor.cpu())
         with _open(self._directory / file_name) as file:
             file.seek(start + (index or 0) * len(data))
-            while data:
-                data = data[file.write(data) :]
+            write_bytes(file, data)
 
     def sync(self, names: Iterable[str]) -> None:
         """Return when what was written of the tensors `names` is on disk."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -125,7 +125,7 @@ class MegatronSource:
         if found is None:
             raise RecipeError(f"{self.directory}: {place[0]} is missing; is {self.config}/config.json of this model?")
         key, index = found
-        shape, expected = self.reader.tensors[key].spec.shape, megatron_shape(parameter)
+        shape, expected = self.reader.tensors[key].spec.shape, parameter.layout.whole_shape(parameter.hf_shapes)
         own, rows = shape[len(index) :], slice(None)
         if isinstance(parameter.layout, Vocabulary) and own[:1] >= expected[:1]:
             rows = slice(1, None)  # padded to whatever the layout it was saved at needed
@@ -151,12 +151,6 @@ def stored_head(directory: Path) -> HeadName:
 def extra_parameter(name: str, shape: Iterable[int]) -> Parameter:
     """A tensor that no weight table knows, as a parameter."""
     return Parameter(EXTRA + name, (name,), None, Replicated(), (tuple(shape),))
-
-
-def megatron_shape(parameter: Parameter) -> tuple[int, ...]:
-    """The shape of the whole Megatron parameter."""
-    parts: list[Any] = [torch.empty(size, device="meta") for size in parameter.hf_shapes]
-    return tuple(parameter.layout.to_megatron(parts).shape)
 
 
 def _whole_names(parameter: Parameter) -> list[str]:

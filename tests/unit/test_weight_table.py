@@ -116,6 +116,7 @@ def test_every_parameter_comes_back_from_its_shards(family: str, size: int, writ
     for parameter in table_of(written(family, False), size)[1]:
         parts = read_parts(reader, parameter)
         whole = parameter.layout.to_megatron(parts)
+        assert parameter.layout.whole_shape(parameter.hf_shapes) == whole.shape
         shards = [parameter.layout.shard(whole, rank, size) for rank in range(size)]
         assert len({shard.shape for shard in shards}) == 1
         back = parameter.layout.to_hf(parameter.layout.unshard(shards))
