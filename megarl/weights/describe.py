@@ -43,7 +43,7 @@ def describe(place: Place) -> dict[str, str]:
 def _layout(source: MegatronSource) -> str:
     """What the boxes tell: into how many parts the rows of the embedding and the experts are divided."""
     stored = source.reader.tensors
-    ranks = {chunk.file.split("_")[2] for tensor in stored.values() for chunk in tensor.chunks}
+    files = {chunk.file for tensor in stored.values() for chunk in tensor.chunks}
     told = [f"tensor {len(stored['embedding.word_embeddings.weight'].chunks)}"]
     experts = source.shape.experts
     keys = [key for key in stored if key.endswith("mlp.experts.experts.linear_fc2.weight")]
@@ -51,4 +51,4 @@ def _layout(source: MegatronSource) -> str:
         told.append(f"expert tensor {len({chunk.offsets[-1] for chunk in stored[keys[0]].chunks})}")
     if any(key.startswith("decoder.layers.self_attention") for key in stored):
         told.append("all layers stacked")
-    return f"{', '.join(told)}; {len(ranks)} writers"
+    return f"{', '.join(told)}; {len(files)} files"

@@ -14,13 +14,13 @@ import argparse
 import json
 import os
 import re
-import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -54,11 +54,13 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         source = Path(scratch) / "source"
-        largest = write_random_model(source, CONFIG | (QUICK if arguments.quick else {}))
+        config = CONFIG | (QUICK if arguments.quick else {})
+        # in a process of its own: what this one has held counts as the peak of all that it starts
+        with ProcessPoolExecutor(1) as pool:
+            largest = pool.submit(write_random_model, source, config).result()
         total = sum(path.stat().st_size for path in source.iterdir())
         print(f"model: {total / 1e9:.2f} GB, largest tensor {largest / 1e6:.0f} MB; {os.cpu_count()} cores")
-        seconds = measure(source, Path(scratch), repeats=3 if arguments.quick else 5)
-    rss = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+        seconds, rss = measure(source, Path(scratch), repeats=3 if arguments.quick else 5)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     for name, values in seconds.items():
         each = ", ".join(f"{value:.2f}" for value in values)
@@ -83,19 +85,22 @@ def write_random_model(directory: Path, config: dict[str, object]) -> int:
     return max(spec.nbytes for spec in specs.values())
 
 
-def measure(source: Path, scratch: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each of `repeats` rounds, in which all take turns."""
+def measure(source: Path, scratch: Path, repeats: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each of `repeats` rounds, in which all take turns, and the peak of the conversions' processes."""
+    peak = 0
     seconds: dict[str, list[float]] = {"copy": [], "import": [], "export": []}
     imported, exported, copied = (scratch / name for name in ("imported", "exported", "copied"))
     for _ in range(repeats):
         for path in (imported, exported, copied):
             shutil.rmtree(path, ignore_errors=True)
         seconds["copy"].append(copy(source, copied))
-        seconds["import"].append(convert("import", source, imported))
-        seconds["export"].append(convert("export", imported, exported))
+        for command, start, end in (("import", source, imported), ("export", imported, exported)):
+            took, held = convert(command, start, end)
+            seconds[command].append(took)
+            peak = max(peak, held)
         for path in source.iterdir():
             assert path.suffix != ".safetensors" or same_tensors(path, exported / path.name)
-    return seconds
+    return seconds, peak
 
 
 def copy(source: Path, target: Path) -> float:
@@ -109,15 +114,19 @@ def copy(source: Path, target: Path) -> float:
     return time.perf_counter() - begin
 
 
-def convert(command: str, source: Path, target: Path) -> float:
+def convert(command: str, source: Path, target: Path) -> tuple[float, int]:
+    """Seconds, and the bytes of the largest process at its peak."""
     warm(source)
     arguments = [sys.executable, str(TOOL), command, str(source), str(target)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    match = re.search(rf"^{command}: .* in ([\d.]+) s", done.stderr, re.MULTILINE)
-    if done.returncode or match is None:
-        raise SystemExit(f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stderr}")
-    return float(match[1])
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(arguments, stderr=said, env=os.environ | {"PYTHONPATH": str(ROOT)})
+        _, process.returncode, usage = os.wait4(process.pid, 0)
+        said.seek(0)
+        text = said.read()
+    match = re.search(rf"^{command}: .* in ([\d.]+) s", text, re.MULTILINE)
+    if process.returncode or match is None:
+        raise SystemExit(f"{' '.join(arguments)} ended with {process.returncode}:\n{text}")
+    return float(match[1]), usage.ru_maxrss * 1024
 
 
 def warm(directory: Path) -> None:
