@@ -5,6 +5,7 @@ A mapped file counts as this process's memory for as long as it is open, which w
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PIECE_BYTES = 16 << 20  # enough for a disk to be busy with
+_LIBC, _SYNC_FILE_RANGE_WRITE = ctypes.CDLL(None), 2
 _HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 
 
@@ -107,7 +109,7 @@ def write_bytes(file: FileIO, data: memoryview) -> None:
     """Write all of `data` where the file stands, and have it go to disk meanwhile, so that an fsync waits less."""
     while data:
         start, count = file.tell(), file.write(data[:_PIECE_BYTES])
-        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)  # Linux begins to write the pages
+        _LIBC.sync_file_range(file.fileno(), ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
         data = data[count:]
 
 
