@@ -23,8 +23,8 @@ launch() {
   local -r launcher="$1" ranks="$2"
   shift 2
   case "$launcher" in
-    # the mpirun beside this python: another one on PATH would be another MPI
-    mpirun) exec "$root/.venv/bin/mpirun" -n "$ranks" python "$root/launch/train.py" "$@" ;;
+    # the mpirun beside this python: another one on PATH would be another MPI; it may start more ranks than cores
+    mpirun) exec "$root/.venv/bin/mpirun" --map-by :OVERSUBSCRIBE -n "$ranks" python "$root/launch/train.py" "$@" ;;
     torchrun) exec python -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$root/launch/train.py" "$@" ;;
   esac
 }

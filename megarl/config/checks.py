@@ -5,11 +5,11 @@ Called on the login node by a dry run and by every rank before anything is built
 
 from __future__ import annotations
 
-import math
-
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
 from megarl.config.recipe import Layout, RlRecipe, SftRecipe
+
+_MOST_NAMED = 64
 
 
 def check_recipe(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
@@ -33,11 +33,11 @@ def _layout(recipe: SftRecipe | RlRecipe, shape: ModelShape, world: int) -> list
             f" x context {layout.context} = {ranks}; start a multiple of {ranks} ranks or change layout"
         )
     # ranks that share a key-value head hold equal parts of its group's rows, and gather what they compute
-    sharing = 2 * shape.kv_heads * shape.head_dim % layout.tensor == 0
-    if wrong := _indivisible(shape, layout.tensor, sharing):
-        good = _divisors(_common(shape))
+    rows = 2 * shape.kv_heads * shape.head_dim
+    if wrong := _indivisible(shape, layout.tensor, rows):
         problems.append(
-            f"layout.tensor: {layout.tensor} does not divide the model's {', '.join(wrong)}; use one of {good}"
+            f"layout.tensor: {layout.tensor} does not divide the model's {', '.join(wrong)};"
+            f" use one of {_dividing(shape, rows)}"
         )
     return [*problems, *_pipeline(layout, shape), *_experts(layout, shape, world)]
 
@@ -124,10 +124,10 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
             f"rollout.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
             f" there are {world} ranks, {ranks_per_node} a node"
         )
-    if wrong := _indivisible(shape, size, sharing=True):  # an engine repeats a key-value head that its ranks share
+    if wrong := _indivisible(shape, size, rows=0):  # an engine repeats a key-value head that its ranks share
         problems.append(
             f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
-            f" use one of {_divisors(_common(shape))}"
+            f" use one of {_dividing(shape, rows=0)}"
         )
     if recipe.rollout.max_new_tokens >= shape.max_positions:
         problems.append(
@@ -156,15 +156,15 @@ def _sizes(shape: ModelShape) -> dict[str, int]:
     return sizes
 
 
-def _indivisible(shape: ModelShape, ranks: int, sharing: bool) -> list[str]:
-    """What `ranks` ranks cannot divide; with `sharing` several of them may have one key-value head."""
-    shared = sharing and ranks % shape.kv_heads == 0
+def _indivisible(shape: ModelShape, ranks: int, rows: int) -> list[str]:
+    """What `ranks` ranks cannot divide; several of them may have one key-value head if they divide `rows`."""
+    shared = ranks % shape.kv_heads == 0 and rows % ranks == 0
     sizes = _sizes(shape).items()
     return [f"{what} ({n})" for what, n in sizes if n % ranks and not (what == "key-value heads" and shared)]
 
 
-def _common(shape: ModelShape) -> int:
-    return math.gcd(*_sizes(shape).values())
+def _dividing(shape: ModelShape, rows: int) -> str:
+    return ", ".join(str(n) for n in range(1, _MOST_NAMED + 1) if not _indivisible(shape, n, rows))
 
 
 def _unverifiable(shape: ModelShape) -> list[str]:
@@ -184,4 +184,4 @@ def _unverifiable(shape: ModelShape) -> list[str]:
 
 
 def _divisors(size: int) -> str:
-    return ", ".join(str(n) for n in range(1, min(size, 64) + 1) if size % n == 0)
+    return ", ".join(str(n) for n in range(1, min(size, _MOST_NAMED) + 1) if size % n == 0)

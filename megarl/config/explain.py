@@ -48,7 +48,8 @@ def explain(problem: Any, tree: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
             return keys, f"{where}.type: must be one of {', '.join(sections)}, got {given}".lstrip(".")
         case kind if kind in _SECTION_EXPECTED:
             names = dict.fromkeys(name for section in sections.values() for name in section.model_fields)
-            return keys, f"{where}: must be a section with keys ({', '.join(names)}), got {given}"
+            types = f" and type one of {', '.join(sections)}" if len(sections) > 1 else ""
+            return keys, f"{where}: must be a section with keys ({', '.join(names)}){types}, got {given}"
         case "value_error":
             return keys, f"{where}: {problem['ctx']['error']}, got {given}"
         case _:

@@ -15,15 +15,28 @@ class TrainPlace:
     context: int
     data: int
     pipeline: int
+    expert: int
+    expert_tensor: int
 
 
 def train_place(rank: int, world: int, layout: Layout) -> TrainPlace:
-    """Megatron's order: tensor-parallel ranks are neighbours, then context, data-parallel, and pipeline stages."""
+    """Megatron's order: tensor-parallel ranks are neighbours, then context, data-parallel, and pipeline stages.
+
+    Within a stage the experts have an order of their own: expert-tensor-parallel ranks are neighbours, then expert.
+    """
     data_size = world // layout.model_ranks
+    in_stage = rank % (world // layout.pipeline)
     rank, tensor = divmod(rank, layout.tensor)
     rank, context = divmod(rank, layout.context)
     pipeline, data = divmod(rank, data_size)
-    return TrainPlace(tensor=tensor, context=context, data=data, pipeline=pipeline)
+    return TrainPlace(
+        tensor=tensor,
+        context=context,
+        data=data,
+        pipeline=pipeline,
+        expert=in_stage // layout.expert_tensor % layout.expert,
+        expert_tensor=in_stage % layout.expert_tensor,
+    )
 
 
 def engine_leaders(world: int, tensor_parallel: int) -> list[int]:

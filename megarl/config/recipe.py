@@ -88,7 +88,7 @@ class Layout(Section):
     context: PositiveInt = 1
     """Context-parallel size: each sequence is split over this many ranks."""
     expert: PositiveInt = 1
-    """Expert-parallel size: each layer's experts are spread over this many ranks, which otherwise are data-parallel."""
+    """Expert-parallel size: each layer's experts are spread over this many ranks of the layer's pipeline stage."""
     expert_tensor: PositiveInt = 1
     """Tensor-parallel size of the experts."""
     recompute: Literal["none", "selective", "full"] = "none"

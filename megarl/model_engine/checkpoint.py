@@ -11,7 +11,10 @@ from typing import Any
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import torch
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megarl.config import RecipeError
 from megarl.runtime import die_with_parent, without_usr1
 
 # Layers have keys of their own, in all models. Every other way to shard the optimizer is tied to one layout, or fails.
@@ -30,10 +33,22 @@ def save(directory: Path, model: list[Any], optimizer: Any) -> None:
 
 
 def load(directory: Path, model: list[Any], optimizer: Any) -> None:
-    """Restore model and optimizer in place from `directory`, saved at any layout."""
-    # a checkpoint of another model, which has more or fewer tensors, raises
+    """Restore model and optimizer in place from `directory`, saved at any layout.
+
+    Raises RecipeError: it is the checkpoint of another model, with other tensors.
+    """
     strict = dist_checkpointing.validation.StrictHandling.RAISE_ALL
-    state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
+    try:
+        state = dist_checkpointing.load(_state(model, optimizer, loading=True), str(directory), strict=strict)
+    except (CheckpointingException, CheckpointException) as error:
+        # torch wraps what a rank raises, a wrong shape or a failing disk, in a BaseException of its own
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if not isinstance(causes[0], CheckpointingException):
+            raise
+        raise RecipeError(
+            f"model.path: {directory} is of a model with other tensors; resume with the model that the run was started"
+            f" with, or give another run_dir ({str(causes[0]).splitlines()[0].strip()})"
+        ) from error
     for index, part in enumerate(model):
         part.module.load_state_dict(state[f"model_{index}"], strict=True)
     optimizer.load_state_dict(state["optimizer"])

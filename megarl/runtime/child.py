@@ -24,7 +24,7 @@ def _attach() -> None:
 def main() -> None:
     """Run the function that the command line names."""
     _attach()
-    # mpirun binds each rank to one core, which a child would inherit
+    # launchers may bind each rank to one core, which a child would inherit
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     module, _, function = sys.argv[1].partition(":")
     getattr(importlib.import_module(module), function)()

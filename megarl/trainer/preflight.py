@@ -138,18 +138,26 @@ def _check_run_directory(recipe: SftRecipe | RlRecipe, *, resume: bool) -> None:
 
 
 def describe_ranks(recipe: SftRecipe | RlRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
-    """One line a rank: its coordinates, layers, vocabulary rows and engine. Ranks, layers and rows count from 0."""
+    """One line a rank: its coordinates, layers, experts, vocabulary rows and engine, all counted from 0."""
     layout = recipe.layout
     rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave
     layers = shape.layers // parts
     engine_size = recipe.rollout.tensor_parallel if isinstance(recipe, RlRecipe) else None
     for rank in range(world):
         place = train_place(rank, world, layout)
-        spans = [_span("layer", part * layers, layers) for part in range(place.pipeline, parts, layout.pipeline)]
-        context = f" context {place.context}/{layout.context}," if layout.context > 1 else ""
+        firsts = [part * layers for part in range(place.pipeline, parts, layout.pipeline)]
+        spans = [_span("layer", first, layers) for first in firsts]
+        if shape.experts and any(shape.has_experts(first + i) for first in firsts for i in range(layers)):
+            count = shape.experts.count // layout.expert
+            spans.append(_span("expert", place.expert * count, count))
+        others = "".join(
+            f" {name} {getattr(place, name)}/{size},"
+            for name in ("context", "expert", "expert_tensor")
+            if (size := getattr(layout, name)) > 1
+        )
         line = (
             f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
-            f"{context} data {place.data}/{world // layout.model_ranks};"
+            f"{others} data {place.data}/{world // layout.model_ranks};"
             f" {', '.join(spans)}"
         )
         if place.pipeline in (0, layout.pipeline - 1):  # embedding and output

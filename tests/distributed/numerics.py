@@ -67,14 +67,14 @@ def families_of(layout: Layout) -> list[str]:
 class Plan(JsonFile):
     """Families to run at each layout, all on the same number of ranks; `references` holds one directory a family.
 
-    `without` names a repair of megarl's to be undone at a layout; see payload_numerics.py.
+    `changes` names what is to be changed in megarl at a layout; see payload_numerics.py.
     """
 
     references: Path
     layouts: dict[str, Layout]
     families: dict[str, list[str]]
     out: Path
-    without: dict[str, str] = {}
+    changes: dict[str, str] = {}
 
 
 class Errors(msgspec.Struct):

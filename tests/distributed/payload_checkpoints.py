@@ -14,9 +14,8 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megarl.config import Layout, read_model_shape
+from megarl.config import Layout, RecipeError, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
@@ -32,7 +31,8 @@ def main() -> None:
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
     refused = all(
-        control.allgather(refuses(plan.parent / "fewer_layers", plan.parent / "glm4_moe"), bool, what="refusals")
+        all(control.allgather(refuses(plan.parent / other, plan.parent / "glm4_moe"), bool, what="refusals"))
+        for other in ("fewer_layers", "wider")
     )
     if control.rank == 0:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode((seen, refused)))
@@ -63,12 +63,14 @@ def follow(
 
 
 def refuses(path: Path, other: Path) -> bool:
-    """Whether the checkpoint of a model with more layers, whose experts have keys of their own, is refused."""
+    """Whether `path` refuses the checkpoint of a model with other tensors, or with other shapes of them."""
     model = build(path, {})
     try:
         model.load(other / "checkpoint", 1)
-    except CheckpointingException:
+    except RecipeError:
         return True
+    finally:
+        parallel_state.destroy_model_parallel()
     return False
 
 

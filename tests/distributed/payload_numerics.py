@@ -18,7 +18,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    gather_from_tensor_model_parallel_region,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,6 +30,7 @@ from torch import Tensor
 import megarl.model_engine.heads as heads_module
 from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence, build, specification
+from megarl.model_engine.modules import RMSNorm
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from megarl.weights import HfReader
 from tests.distributed import numerics
@@ -73,10 +78,10 @@ def _run(plan: numerics.Plan, compare_one: Callable[[Path, Layout, ControlPlane,
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     for name, fields in plan.layouts.items():
         layout = Layout.model_validate(fields)
-        repair = plan.without.get(name)
+        change = plan.changes.get(name)
         for family in plan.families[name]:
             out = plan.out / f"{name}.{family}"
-            with REPAIRS[repair]() if repair else contextlib.nullcontext():
+            with CHANGES[change]() if change else contextlib.nullcontext():
                 errors = compare_one(plan.references / family, layout, control, out)
             if control.rank == 0:
                 out.with_name(out.name + ".json").write_bytes(msgspec.json.encode(errors))
@@ -108,18 +113,55 @@ def _marked_experts(kind: str, mark: str) -> Any:
     return _replaced(build, "_mark_shards", mark_all)
 
 
+_BOTH = {"config", "init_method", "bias", "skip_bias_add", "is_expert", "tp_comm_buffer_name", "tp_group"}
+
+
+class _Column(ColumnParallelLinear):
+    """Takes what the wrapper of Transformer Engine's takes (megatron/core/extensions/transformer_engine.py)."""
+
+    def __init__(self, inputs: int, outputs: int, *, gather_output: bool, **others: Any) -> None:
+        assert not gather_output
+        assert not others.keys() - _BOTH - {"stride"}
+        super().__init__(inputs, outputs, gather_output=False, **others)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+
+class _Row(RowParallelLinear):
+    def __init__(self, inputs: int, outputs: int, *, input_is_parallel: bool, **others: Any) -> None:
+        assert input_is_parallel
+        assert not others.keys() - _BOTH
+        super().__init__(inputs, outputs, input_is_parallel=True, **others)
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x)
+
+
+class _Norm(RMSNorm):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+
+
+def _like_transformer_engine() -> Any:
+    """Its modules at their places, with its arguments; on a CPU they can only compute as Megatron's own do."""
+    engine = specification._Engine(_Norm, _Column, _Row)
+    return _replaced(specification, "_transformer_engine", lambda config: engine)
+
+
 def _batched_exchange() -> Any:
     parallelism = build._parallelism
     return _replaced(build, "_parallelism", lambda layout: {**parallelism(layout), "batch_p2p_comm": True})
 
 
-REPAIRS = {
+CHANGES = {
+    "Transformer Engine": _like_transformer_engine,
     "gradient of the shared rope key": lambda: _replaced(specification, "LatentSelfAttention", MLASelfAttention),
     "experts' gradients are summed": lambda: _marked_experts("weight", "allreduce"),
     "expert biases are not summed": lambda: _marked_experts("linear_fc2.bias", "sequence_parallel"),
     "no batched exchange": _batched_exchange,
 }
-"""What megarl mends in Megatron, each undone; without them the numbers are wrong without a word."""
+"""Other modules than a CPU's; and what megarl mends in Megatron, each undone: then numbers are wrong without a word."""
 
 
 def compare(directory: Path, layout: Layout, control: ControlPlane) -> numerics.Errors:

@@ -32,6 +32,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, bool]:
     for family, _, _ in CASES:
         write_model(family, directory / family)
     write_model("glm4_moe", directory / "fewer_layers", num_hidden_layers=2)
+    write_model("glm4_moe", directory / "wider", intermediate_size=64)
     plan = directory / "plan.json"
     plan.write_text(json.dumps([[str(directory / family), saved, loaded] for family, saved, loaded in CASES]))
     run("mpirun", 4, "payload_checkpoints.py", plan, log=directory / "log")

@@ -34,6 +34,10 @@ REPAIRS = [
 ]
 
 
+# a GPU's modules at their places, with its arguments; their own numbers are a GPU's to show
+ENGINE, ENGINE_FAMILIES = "Transformer Engine", ["qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss"]
+
+
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("references")
@@ -50,13 +54,15 @@ def errors(references: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
         out = tmp_path_factory.mktemp(f"{ranks}_ranks")
         layouts = {name: numerics.LAYOUTS[ranks][name] for count, name, _ in RUNS if count == ranks}
         families = {name: chosen for count, name, chosen in RUNS if count == ranks}
+        if ranks == 2:
+            layouts[ENGINE], families[ENGINE] = {"tensor": 2}, ENGINE_FAMILIES
         undone = {f"undone {i}": repair for i, repair in enumerate(REPAIRS) if repair[1] == ranks}
         plan = numerics.Plan(
             references=references,
             layouts=layouts | {name: layout for name, (_, _, layout, _, _) in undone.items()},
             families=families | {name: [family] for name, (_, _, _, family, _) in undone.items()},
             out=out,
-            without={name: repair[0] for name, repair in undone.items()},
+            changes={name: repair[0] for name, repair in undone.items()} | ({ENGINE: ENGINE} if ranks == 2 else {}),
         )
         plan.write(out / "plan")
         run("mpirun", ranks, "payload_numerics.py", out / "plan", log=out / "log")
@@ -67,7 +73,8 @@ def errors(references: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
 
 
 @pytest.mark.parametrize(
-    ("layout", "family"), [(layout, family) for _, layout, families in RUNS for family in families]
+    ("layout", "family"),
+    [(layout, family) for _, layout, families in [*RUNS, (2, ENGINE, ENGINE_FAMILIES)] for family in families],
 )
 def test_numbers_are_those_of_transformers(
     layout: str, family: str, errors: dict[tuple[str, str], numerics.Errors]

@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from megarl.config import Layout, Model, Optimizer, read_model_shape
-from megarl.model_engine import MicroBatch, ModelEngine, Moved, TokenSequence, token_logprobs
+from megarl.model_engine import MicroBatch, ModelEngine, Moved, TokenSequence, specification, token_logprobs
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.logprobs import CHUNK_BYTES
+from tests.families import write_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -137,6 +138,25 @@ def test_training_in_bfloat16(model: ModelEngine, device: torch.device) -> None:
     assert all(torch.isfinite(torch.tensor([*losses, *norms])))
     assert losses[-1] < losses[0] - 0.1
     assert 0 < flops / fastest / peak < 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("engine_modules", [True, False], ids=["transformer_engine", "megatron"])
+def test_small_models_agree_with_transformers(
+    family: str, engine_modules: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Grouped products too, of experts with few tokens or none."""
+    if engine_modules and not specification.transformer_engine.HAVE_TE:
+        pytest.skip("Transformer Engine is not installed")
+    if not engine_modules:
+        monkeypatch.setattr(specification, "_transformer_engine", lambda config: None)
+    write_model(family, tmp_path)
+    row = list(range(1, 20))
+    other = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).to(device)
+    logits = other(torch.tensor([row], device=device)).logits[0, :-1].float()
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(row[1:], device=device)[:, None])[:, 0]
+    found = engine(tmp_path, device).logprobs([TokenSequence(row, 1)])
+    torch.testing.assert_close(found, expected.detach().cpu(), atol=0.1, rtol=0)
 
 
 def test_parts_leave_the_gpu_and_come_back(model: ModelEngine) -> None:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megarl.config import RecipeError, load_recipe
+from megarl.config import Experts, ModelShape, RecipeError, Rope, load_recipe
 from megarl.data import DataError
-from megarl.trainer import preflight
+from megarl.trainer import describe_ranks, preflight
 from tests.small_job import CONFIG, write_small_job
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch/train.py"
@@ -157,7 +157,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("optimizer.learning_rate=-1e-4", ["must be greater than 0, got -0.0001"]),
     ("optimizer.betas=[0.9, 1]", ["optimizer.betas.1: must be less than 1, got 1"]),
     ("optimizer.betas=0.9", ["optimizer.betas: must be a list, got 0.9"]),
-    ("optimizer.schedule=cosine", ["must be a section with keys (type, final_ratio), got 'cosine'"]),
+    ("optimizer.schedule=cosine", ["keys (type, final_ratio) and type one of constant, cosine, got 'cosine'"]),
     ("optimizer.schedule.final_ratio=0", ["schedule.type: this key is needed and missing; one of constant"]),
     ("optimizer.schedule={type: constant, final_ratio: 0}", ["unknown key; another type of optimizer.schedule"]),
     ("optimizer.warmup_steps=5", ["optimizer.warmup_steps: 5 is more than steps (4)", "make it smaller"]),
@@ -180,8 +180,8 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("reward.rule.pattern=(a)|(b)", ["must have exactly one (group)", "has 2, got '(a)|(b)'"]),
     ("algorithm.type=dapo", ["algorithm.type: must be 'grpo', got 'dapo'"]),
     ("algorithm.minibatches=3", ["minibatches: 2 prompts x 4 samples = 8 sequences", "use fewer minibatches"]),
-    ("layout.tensor=3", ["4 ranks cannot be divided into tensor 3", "attention heads (8)", "use one of 1, 2, 4"]),
-    ("layout.tensor=16", ["layout.tensor: 16 does not divide the model's attention heads (8); use one of 1, 2, 4"]),
+    ("layout.tensor=3", ["4 ranks cannot be divided into tensor 3", "attention heads (8)", "use one of 1, 2, 4, 8"]),
+    ("layout.tensor=16", ["layout.tensor: 16 does not divide the model's attention heads (8); use one of 1, 2, 4, 8"]),
     ("layout.pipeline=4", ["layout.pipeline: 4 does not divide the model's 2 layers; use one of 1, 2"]),
     ("rollout.tensor_parallel=3", ["an engine of 3 ranks must lie on one node", "there are 4 ranks, 4 a node"]),
     ("rollout.max_new_tokens=64", ["rollout.max_new_tokens: 64 leaves no room", "64 positions; make it smaller"]),
@@ -373,6 +373,18 @@ def test_a_real_process_explains_and_ends(job: Path, spoil: Spoil, arguments: li
     assert (ended.code, ended.output) == (2, "")
     check_message(ended.message, contained)
     assert not (job / "run").exists()
+
+
+def test_a_dry_run_shows_where_the_experts_are(tmp_path: Path) -> None:
+    experts = Experts(8, 2, 16, layers=(2, 3))
+    shape = ModelShape("qwen3_moe", 4, 64, 8, 4, 16, 128, 512, 64, 1e-6, Rope(1e4), True, experts=experts)
+    recipe = load_recipe(write_small_job(tmp_path) / "sft.yaml", ["layout={tensor: 2, pipeline: 2, expert: 4}"])
+    assert list(describe_ranks(recipe, shape, world=8))[2:6] == [
+        "rank 2: tensor 0/2, pipeline 0/2, expert 2/4, data 1/2; layers 0-1, vocabulary rows 0-255",
+        "rank 3: tensor 1/2, pipeline 0/2, expert 3/4, data 1/2; layers 0-1, vocabulary rows 256-511",
+        "rank 4: tensor 0/2, pipeline 1/2, expert 0/4, data 0/2; layers 2-3, experts 0-1, vocabulary rows 0-255",
+        "rank 5: tensor 1/2, pipeline 1/2, expert 1/4, data 0/2; layers 2-3, experts 2-3, vocabulary rows 256-511",
+    ]
 
 
 def test_a_run_directory_that_turns_out_unwritable(job: Path) -> None:

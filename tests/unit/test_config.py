@@ -372,7 +372,7 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
         ([], 6, ""),
         ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; start a multiple of 6 ranks"),
         (["layout.tensor=8"], 24, ""),  # two ranks share a key-value head
-        (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4"),
+        (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4, 8"),
         (["layout.pipeline=4"], 8, "layout.pipeline: 4 does not divide the model's 6 layers; use one of 1, 2, 3, 6"),
         (["layout.context=2"], 12, ""),
         (["layout.context=2"], 18, "x context 2 = 12; start a multiple of 12 ranks"),

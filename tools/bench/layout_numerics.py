@@ -22,6 +22,8 @@ import argparse
 import statistics
 import sys
 import tempfile
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -60,11 +62,20 @@ def main() -> int:
 
 
 def parse(layouts: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=f"{listed('layouts', layouts)}\n\n{listed('families', FAMILIES)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--quick", action="store_true", help="a minute's worth")
-    parser.add_argument("--layouts", default="", help=f"some of {','.join(layouts)}")
-    parser.add_argument("--families", default="", help=f"some of {','.join(FAMILIES)}")
+    parser.add_argument("--layouts", default="", metavar="NAME,...", help="these, instead of all")
+    parser.add_argument("--families", default="", metavar="NAME,...", help="these, instead of all")
     return parser.parse_args()
+
+
+def listed(what: str, names: Iterable[str]) -> str:
+    """argparse itself breaks a long list within names."""
+    return textwrap.fill(", ".join(names), 110, initial_indent=f"{what}: ", subsequent_indent="  ")
 
 
 def chosen(text: str, what: str, default: list[str], known: list[str]) -> list[str]:
@@ -79,7 +90,8 @@ def compare(layouts: list[str], families: list[str], directory: Path) -> list[nu
     for number, family in enumerate(families, 1):
         print(f"\rtransformers {number}/{len(families)}: {family:20}", end="", file=sys.stderr, flush=True)
         numerics.write_reference(family, directory / "references" / family)
-    print(f"\r{'':50}\r{'layout':30} {'family':20} logits   gradient grad norm next loss gradient of", flush=True)
+    print(f"\r{'':50}", end="\r", file=sys.stderr, flush=True)
+    print(f"{'layout':30} {'family':20} logits   gradient grad norm next loss gradient of", flush=True)
     found = []
     for ranks, known in numerics.LAYOUTS.items():
         mine = {name: layout for name, layout in known.items() if name in layouts}
