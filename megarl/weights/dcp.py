@@ -104,18 +104,14 @@ class DcpReader:
             raise RecipeError(f"{path}: damaged at byte {chunk.start} ({what}); copy the checkpoint again") from None
         if not isinstance(blob, Tensor) or (blob.dtype, tuple(blob.shape)) != (dtype, chunk.sizes):
             raise RecipeError(f"{path}: byte {chunk.start} is not a {dtype} tensor {chunk.sizes}, as {METADATA} says")
-        selected: Tensor = blob[tuple(index)]
-        flat = selected.as_strided((_extent(selected),), (1,))
-        elements = blob.untyped_storage()._checkpoint_offset
+        elements, depth = blob.untyped_storage()._checkpoint_offset, len(index)
         assert elements is not None, "torch.load to meta says where"
-        start = chunk.start + elements + int(flat.storage_offset()) * dtype.itemsize
-        read = read_tensor(path, start, TensorSpec(dtype, tuple(flat.shape)))
-        return read.as_strided(selected.shape, selected.stride())
-
-
-def _extent(tensor: Tensor) -> int:
-    """Elements of the storage from the tensor's first to its last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        # in plain numbers: the first operation on a meta tensor loads modules for a second
+        shape, strides = blob.shape[depth:], blob.stride()[depth:]
+        skipped = int(blob.storage_offset()) + sum(i * stride for i, stride in zip(index, blob.stride(), strict=False))
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        start = chunk.start + elements + skipped * dtype.itemsize
+        return read_tensor(path, start, TensorSpec(dtype, (extent,))).as_strided(shape, strides)
 
 
 def write_chunks(path: Path, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

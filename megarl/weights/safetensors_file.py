@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_LARGE_BYTES = 4 << 20
 _PIECE_BYTES = 16 << 20  # enough for a disk to be busy with
 _LIBC, _SYNC_FILE_RANGE_WRITE = ctypes.CDLL(None), 2
 _HEADER_BYTES_MAX = 100_000_000  # the format's own limit
@@ -90,7 +92,7 @@ class SafetensorsFile:
 
 def read_tensor(path: Path, start: int, spec: TensorSpec) -> Tensor:
     """`spec.nbytes` bytes of a file as a tensor. Raises RecipeError: it cannot be read, or ends before."""
-    flat = torch.empty(spec.nbytes, dtype=torch.uint8)
+    flat = _empty(spec.nbytes)
     view, filled = memoryview(_array(flat)), 0
     try:
         with path.open("rb", buffering=0) as file:
@@ -138,6 +140,15 @@ def build_header(specs: Mapping[str, TensorSpec]) -> tuple[bytes, dict[str, int]
 
 
 _AGAIN = "copy or download the file again"
+
+
+def _empty(nbytes: int) -> Tensor:
+    """Bytes, in large pages where many: getting as many small ones takes as long as reading a file into them."""
+    if nbytes < _LARGE_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _array(tensor: Tensor) -> Any:

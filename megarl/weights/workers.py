@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -27,8 +26,6 @@ def each_unit(
     `worker_start` is called in each process; a single worker is this process itself. Raises what `work` raises, once
     the others have ended what they are at.
     """
-    # memory comes in large pages: otherwise getting it takes as long as reading a file into it
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     torch.set_num_threads(1)
     if workers == 1:
         for unit in units:

@@ -44,6 +44,9 @@ CONFIG = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
+_START_S = 3.0
+"""A copy waits as long as a conversion takes to start: a virtual machine gives freed memory back to its host meanwhile,
+and getting it again is slow."""
 QUICK = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8}
 
 
@@ -91,8 +94,6 @@ def measure(source: Path, scratch: Path, repeats: int) -> tuple[dict[str, list[f
     seconds: dict[str, list[float]] = {"copy": [], "import": [], "export": []}
     imported, exported, copied = (scratch / name for name in ("imported", "exported", "copied"))
     for _ in range(repeats):
-        for path in (imported, exported, copied):
-            shutil.rmtree(path, ignore_errors=True)
         seconds["copy"].append(copy(source, copied))
         for command, start, end in (("import", source, imported), ("export", imported, exported)):
             took, held = convert(command, start, end)
@@ -104,7 +105,8 @@ def measure(source: Path, scratch: Path, repeats: int) -> tuple[dict[str, list[f
 
 
 def copy(source: Path, target: Path) -> float:
-    warm(source)
+    prepare(source, target)
+    time.sleep(_START_S)
     begin = time.perf_counter()
     target.mkdir()
     for path in source.iterdir():
@@ -116,7 +118,7 @@ def copy(source: Path, target: Path) -> float:
 
 def convert(command: str, source: Path, target: Path) -> tuple[float, int]:
     """Seconds, and the bytes of the largest process at its peak."""
-    warm(source)
+    prepare(source, target)
     arguments = [sys.executable, str(TOOL), command, str(source), str(target)]
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(arguments, stderr=said, env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -129,10 +131,11 @@ def convert(command: str, source: Path, target: Path) -> tuple[float, int]:
     return float(match[1]), usage.ru_maxrss * 1024
 
 
-def warm(directory: Path) -> None:
-    """Have the files in the page cache, and nothing in it that waits to be written."""
+def prepare(source: Path, target: Path) -> None:
+    """Have no target, the source's files in the page cache, and nothing in it that waits to be written."""
+    shutil.rmtree(target, ignore_errors=True)
     os.sync()
-    for path in directory.iterdir():
+    for path in source.iterdir():
         with path.open("rb", buffering=0) as file:
             while file.read(1 << 24):
                 pass
