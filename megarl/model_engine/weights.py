@@ -73,7 +73,7 @@ class ModelWeights:
         assert not todo, f"the weight table does not know {sorted(todo)}"
         if new := [hf for parameter in self.parameters if parameter.missing for hf in parameter.hf]:
             LOGGER.info("%s has no %s: it starts from zero", directory, " and no ".join(new))
-        if unused := left_out(reader.names, self.parameters, self._shape):
+        if unused := left_out(reader.specs, self.parameters, self._shape):
             some = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
             LOGGER.warning("%s: config.json's model has no place for %d tensors: %s", directory, len(unused), some)
 

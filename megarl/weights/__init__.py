@@ -1,16 +1,32 @@
 """What the weights of each model family are called and how they lie, on disk and in Megatron; without any engine."""
 
-from megarl.weights.hf import HfReader, split_index, write_hf
+from megarl.weights.compare import compare
+from megarl.weights.convert import Progress, convert
+from megarl.weights.describe import describe
+from megarl.weights.hf import HfReader, split_index
+from megarl.weights.hf_writer import HfWriter, hf_specs, write_hf
 from megarl.weights.keys import checkpoint_key, layer_key_prefixes
 from megarl.weights.parameter import Parameter
+from megarl.weights.places import Place, find_place, open_source
+from megarl.weights.sources import Source
 from megarl.weights.table import model_parameters
 
 __all__ = [
     "HfReader",
+    "HfWriter",
     "Parameter",
+    "Place",
+    "Progress",
+    "Source",
     "checkpoint_key",
+    "compare",
+    "convert",
+    "describe",
+    "find_place",
+    "hf_specs",
     "layer_key_prefixes",
     "model_parameters",
+    "open_source",
     "split_index",
     "write_hf",
 ]

@@ -1,4 +1,4 @@
-"""Hugging Face directories: reading single tensors from safetensors files, and writing a whole directory.
+"""Reading Hugging Face directories: single tensors by name, FP8 ones as bfloat16.
 
 A name may end in an index, `experts.down_proj[3]`: one slice of a tensor in which all experts are stacked.
 """
@@ -7,111 +7,89 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megarl.config import HeadName, ModelShape, RecipeError, head_config, read_model_shape
+from megarl.config import RecipeError
+from megarl.weights.safetensors_file import SafetensorsFile, TensorSpec
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F32", "BF16", "F16", "F64")
-_FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
+SCALE = "_scale_inv"
+"""What the name of an FP8 tensor's scales ends in: float32, one a block, to multiply with."""
 
 
 class HfReader:
-    """Tensors of a Hugging Face directory by name, read from disk one at a time."""
+    """Tensors of a Hugging Face directory, read from disk one at a time.
+
+    `specs` says what there is. An FP8 tensor with scales counts as the bfloat16 tensor that they make, and is named in
+    `quantized`.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Raises RecipeError: no weights there, or a file that is damaged."""
+        """Check every file. Raises RecipeError: no weights there, or a file that is missing or damaged."""
         self._directory = directory
-        try:
-            if (directory / INDEX).exists():
-                self._file_of: dict[str, str] = dict(json.loads((directory / INDEX).read_text())["weight_map"])
-            else:
-                with safe_open(directory / SINGLE, "pt") as file:
-                    self._file_of = dict.fromkeys(file.keys(), SINGLE)
-        except FileNotFoundError:
-            raise RecipeError(f"{directory}: no weights; expected {SINGLE} or {INDEX}") from None
-        except (SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise RecipeError(f"{directory}: cannot read the weights: {error}") from error
-        self.names = self._file_of.keys()
+        files, self._file_of = _open(directory)
+        self.files = tuple(files)
+        stored = {name: file.specs[name] for name, file in self._file_of.items()}
+        scales = {f"{name}{SCALE}" for name, spec in stored.items() if spec.dtype is torch.float8_e4m3fn}
+        self.quantized = {name.removesuffix(SCALE) for name in scales & stored.keys()}
+        self._block = _block_size(directory) if self.quantized else (0, 0)
+        self.specs = {name: spec for name, spec in stored.items() if name not in scales}
+        for name in self.quantized:
+            self._check_scales(name)
+            self.specs[name] = TensorSpec(torch.bfloat16, self.specs[name].shape)
 
-    def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, or one slice of a stacked one, which alone is read.
+    def spec(self, name: str, expected: tuple[int, ...]) -> TensorSpec:
+        """What is known of the tensor `name`, or of one slice of a stacked one.
 
         Raises RecipeError: no such tensor, its shape is not `expected` (what config.json says), or it is quantized.
         """
         whole, index = split_index(name)
-        if whole not in self._file_of:
+        if whole not in self.specs:
             raise RecipeError(f"{self._directory}: tensor {whole} is missing; does config.json describe these weights?")
-        path = self._directory / str(self._file_of[whole])
-        try:
-            with safe_open(path, "pt") as file:
-                stored = file.get_slice(whole)
-                shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
-                if dtype not in FLOATS:
-                    raise RecipeError(
-                        f"{path}: {whole} is of type {dtype}, expected one of {', '.join(FLOATS)}: quantized weights"
-                        " are not supported; take the original"
-                    )
-                found = shape if index is None else shape[1:]
-                if found == expected and (index is None or index < shape[0]):
-                    return file.get_tensor(whole) if index is None else stored[index]
-        except (OSError, SafetensorError) as error:
-            raise RecipeError(f"{path}: cannot read tensor {name}: {error}") from error
-        wanted = str(expected) if index is None else f"slices of {expected}, more than {index}"
-        raise RecipeError(f"{path}: {whole} has shape {shape}, but config.json says {wanted}")
+        path, found = self._file_of[whole].path, self.specs[whole]
+        shape = found.shape if index is None else found.shape[1:]
+        if shape != expected or (index is not None and index >= found.shape[0]):
+            wanted = str(expected) if index is None else f"slices of {expected}, more than {index}"
+            raise RecipeError(f"{path}: {whole} has shape {found.shape}, but config.json says {wanted}")
+        if not found.dtype.is_floating_point or found.dtype.itemsize == 1:
+            kind = str(found.dtype).removeprefix("torch.")
+            what = f"and there is no {whole}{SCALE}" if kind.startswith("float8") else "which no weight has"
+            raise RecipeError(f"{path}: {whole} is {kind}, {what}; take the original weights, or add what is missing")
+        return TensorSpec(found.dtype, shape)
 
-
-def write_hf(
-    buckets: Iterable[list[tuple[str, Tensor]]],
-    source: Path,
-    target: Path,
-    *,
-    head: HeadName = "policy",
-    file_bytes: int = _FILE_BYTES,
-) -> None:
-    """Write the tensors of `buckets` with the configuration and tokenizer of `source` to the directory `target`.
-
-    `head` is the tensors', which `source` need not have.
-    Each weight file has at most `file_bytes` of tensors, or a single larger one. Slices are stacked again when all
-    experts' have come, in whatever order; the configuration says how many there are.
-
-    It is written aside and renamed, so `target` exists whole or not at all; an older `target` is replaced.
-    """
-    shape, aside = read_model_shape(source, head), target.with_name(target.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    for file in sorted(source.iterdir()):
-        # a link to nothing must not cost the trained weights
-        if file.suffix in (".json", ".txt", ".model", ".jinja") and file.name != INDEX and file.is_file():
-            shutil.copyfile(file, aside / file.name)
-    dtype = _write_weights(_stacked(buckets, shape), aside, file_bytes)
-    _write_config(aside / "config.json", shape, dtype)
-    shutil.rmtree(target, ignore_errors=True)
-    aside.rename(target)
-
-
-def _stacked(buckets: Iterable[list[tuple[str, Tensor]]], shape: ModelShape) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of `buckets` one by one, with slices as the whole tensors of which they are part."""
-    waiting: dict[str, dict[int, Tensor]] = {}
-    slices = shape.experts.count if shape.experts else 0
-    for name, tensor in (pair for bucket in buckets for pair in bucket):
+    def tensor(self, name: str, expected: tuple[int, ...]) -> Tensor:
+        """The tensor `name`, or one slice of a stacked one, which alone is read. Raises RecipeError as `spec` does."""
+        self.spec(name, expected)
         whole, index = split_index(name)
-        if index is None:
-            yield name, tensor
-            continue
-        assert index < slices, f"{name}, but the model has {slices} experts"
-        parts = waiting.setdefault(whole, {})
-        parts[index] = tensor.detach().cpu().clone()
-        if len(parts) == slices:
-            yield whole, torch.stack([part for _, part in sorted(waiting.pop(whole).items())])
-    assert not waiting, f"slices never came of {sorted(waiting)}"
+        file = self._file_of[whole]
+        if whole not in self.quantized:
+            return file.read(whole, index)
+        scales = self._file_of[whole + SCALE].read(whole + SCALE)
+        return dequantize(file.read(whole), scales, self._block)
+
+    def _check_scales(self, name: str) -> None:
+        file, shape = self._file_of[name + SCALE], self.specs[name].shape
+        found = file.specs[name + SCALE]
+        blocks = tuple(-(-size // block) for size, block in zip(shape, self._block, strict=False))
+        if found != TensorSpec(torch.float32, blocks) or len(shape) != 2:
+            raise RecipeError(
+                f"{file.path}: {name}{SCALE} is {found.dtype} {found.shape}; expected torch.float32 {blocks}, one for"
+                f" each block of {self._block} of {name} {shape}"
+            )
+
+
+def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """The bfloat16 matrix that FP8 elements and the scales of their blocks make, multiplied in float32."""
+    rows, columns = weight.shape
+    result = torch.empty(rows, columns, dtype=torch.bfloat16)
+    for number, row in enumerate(scales.unbind()):  # one row of blocks at a time, so that float32 costs little
+        band = slice(number * block[0], min((number + 1) * block[0], rows))
+        result[band] = weight[band].float() * row.repeat_interleave(block[1])[:columns]
+    return result
 
 
 def split_index(name: str) -> tuple[str, int | None]:
@@ -120,41 +98,48 @@ def split_index(name: str) -> tuple[str, int | None]:
     return (match[1], int(match[2])) if match else (name, None)
 
 
-def _write_weights(tensors: Iterable[tuple[str, Tensor]], directory: Path, file_bytes: int) -> str:
-    """Returns the tensors' type."""
-    parts: list[Path] = []
-    file_of: dict[str, int] = {}
-    pending: dict[str, Tensor] = {}
-    total, dtype = 0, ""
-
-    def flush() -> None:
-        parts.append(directory / f"part-{len(parts)}.safetensors")
-        save_file(pending, parts[-1], metadata={"format": "pt"})
-        parts[-1].chmod(0o644)  # safetensors writes for the owner alone, and the other files are as the umask says
-        pending.clear()
-
-    for name, tensor in tensors:
-        if pending and sum(t.nbytes for t in pending.values()) + tensor.nbytes > file_bytes:
-            flush()
-        pending[name] = tensor.detach().cpu().contiguous().clone()
-        file_of[name] = len(parts)
-        total += tensor.nbytes
-        # the first, an embedding, has the model's type; a router's bias may be float32 among bfloat16
-        dtype = dtype or str(tensor.dtype).removeprefix("torch.")
-    flush()
-    if len(parts) == 1:
-        parts[0].rename(directory / SINGLE)
-    else:
-        names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
-        for part, name in zip(parts, names, strict=True):
-            part.rename(directory / name)
-        index = {"metadata": {"total_size": total}, "weight_map": {key: names[i] for key, i in file_of.items()}}
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
-    return dtype
+def _open(directory: Path) -> tuple[list[SafetensorsFile], dict[str, SafetensorsFile]]:
+    """All weight files, and which of them has each tensor."""
+    index = directory / INDEX
+    if not index.exists():
+        if not (directory / SINGLE).exists():
+            raise RecipeError(f"{directory}: no weights; expected {SINGLE} or {INDEX}")
+        single = SafetensorsFile(directory / SINGLE)
+        return [single], dict.fromkeys(single.specs, single)
+    try:
+        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        names = sorted(set(weight_map.values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError("a file name with a folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{index}: cannot read the index: {error!r:.120}; copy or download it again") from None
+    if missing := [name for name in names if not (directory / name).exists()]:
+        raise RecipeError(f"{directory}: {len(missing)} of {len(names)} weight files are missing: {shorten(missing)}")
+    files = {name: SafetensorsFile(directory / name) for name in names}
+    for tensor, name in weight_map.items():
+        if tensor not in files[name].specs:
+            raise RecipeError(f"{index}: says that {tensor} is in {name}, which does not have it")
+    if unlisted := sorted({name for file in files.values() for name in file.specs} - weight_map.keys()):
+        raise RecipeError(f"{index}: does not list {shorten(unlisted)}, which the files have")
+    return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
 
 
-def _write_config(file: Path, shape: ModelShape, dtype: str) -> None:
-    """Make the copied configuration that of the weights beside it."""
-    config = head_config(json.loads(file.read_text()), shape.head)
-    config["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
-    file.write_text(json.dumps(config, indent=2) + "\n")
+def _block_size(directory: Path) -> tuple[int, int]:
+    path = directory / "config.json"
+    try:
+        settings: Any = json.loads(path.read_text())["quantization_config"]
+        rows, columns = settings["weight_block_size"]
+        if settings["quant_method"] == "fp8" and min(rows, columns) > 0:
+            return int(rows), int(columns)
+    except (OSError, ValueError, KeyError, TypeError):
+        settings = None
+    raise RecipeError(
+        f"{path}: the weights are FP8 with scales, but quantization_config is {settings!r:.120}; expected quant_method"
+        " 'fp8' and weight_block_size, two numbers"
+    )
+
+
+def shorten(names: list[str], most: int = 3) -> str:
+    """The first few of many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

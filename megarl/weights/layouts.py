@@ -25,6 +25,10 @@ class Layout(ABC):
     def to_hf(self, whole: Tensor) -> list[Tensor]:
         """The inverse of `to_megatron`."""
 
+    def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        """That of the whole Megatron parameter of parts of these `shapes`."""
+        return (sum(rows for rows, *_ in shapes), *shapes[0][1:])
+
     @abstractmethod
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         """Tensor-parallel rank `rank`'s shard of the whole."""
@@ -97,6 +101,9 @@ class Vocabulary(Split):
     def to_hf(self, whole: Tensor) -> list[Tensor]:
         return [whole[: self.vocab]]
 
+    def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return (self.padded, *shapes[0][1:])
+
     def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         rows = -(-self.vocab // self.engine_multiple) * self.engine_multiple
         return _pad_rows(parts[0], -(-rows // size) * size).chunk(size)[rank]
@@ -161,6 +168,9 @@ class InterleavedGateUp(Layout):
     def to_hf(self, whole: Tensor) -> list[Tensor]:
         return [torch.stack(whole.chunk(2), 1).flatten(0, 1).movedim(0, -1).contiguous()]
 
+    def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return shapes[0][::-1]
+
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         return _shard_halves(whole, rank, size)
 
@@ -176,6 +186,9 @@ class TransposedInputs(Layout):
 
     def to_hf(self, whole: Tensor) -> list[Tensor]:
         return [whole.T.contiguous()]
+
+    def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return shapes[0][::-1]
 
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole.chunk(size, 1)[rank]

@@ -235,7 +235,7 @@ MODELS: list[tuple[Spoil, list[str]]] = [
     (config(hidden_act="gelu"), ["hidden_act is 'gelu', which is not supported; only 'silu' is"]),
     (config(attention_bias=True), ["attention_bias is true, which is not supported; only false is"]),
     (config(tie_word_embeddings="yes"), ["tie_word_embeddings is 'yes'; expected true or false"]),
-    (config(quantization_config={"quant_method": "fp8"}), ["quantized", "not supported; take the original"]),
+    (config(quantization_config={"quant_method": "fp8"}), ["quantized to FP8", "convert_checkpoint.py export"]),
     (config(vocab_size=100), ["the tokenizer has ", "config.json's vocab_size is only 100", "must be of one model"]),
     (token("<far>", 700), ["token ids up to 700", "vocab_size is only 512", "must be of one model"]),
     (remove("model/model.safetensors"), ["model/model.safetensors is missing; expected *.safetensors weights"]),

@@ -117,6 +117,7 @@ def test_every_parameter_comes_back_from_its_shards(family: str, size: int, writ
     for parameter in table_of(written(family, False), size)[1]:
         parts = read_parts(reader, parameter)
         whole = parameter.layout.to_megatron(parts)
+        assert parameter.layout.whole_shape(parameter.hf_shapes) == whole.shape
         shards = [parameter.layout.shard(whole, rank, size) for rank in range(size)]
         assert len({shard.shape for shard in shards}) == 1
         back = parameter.layout.to_hf(parameter.layout.unshard(shards))
@@ -172,5 +173,5 @@ def test_rotated_halves_become_pairs_wherever_they_are_made(
 def test_only_what_has_no_place_is_left_out(family: str, tied: bool, written: Written) -> None:
     directory = written(family, tied)
     shape, table = table_of(directory)
-    stored = [*HfReader(directory).names, "model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.extra"]
+    stored = [*HfReader(directory).specs, "model.layers.9.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.extra"]
     assert left_out(stored, table, shape) == sorted(stored[-2:])

@@ -8,13 +8,13 @@ from typing import Any
 
 from megarl.config.errors import RecipeError
 from megarl.config.model.families import ARCHITECTURES, Family, check_experts
-from megarl.config.model.fields import Fields, count, flag, layer_count, number, require
+from megarl.config.model.fields import Fields, count, flag, layer_count, number, require, section
 from megarl.config.model.heads import HeadName, PolicyHead, read_head, split_architecture
 from megarl.config.model.types import ModelShape
 
 
-def read_model_shape(path: Path, head: HeadName = "policy") -> ModelShape:
-    """Read `path`/config.json, of a model that is to have `head`.
+def read_model_shape(path: Path, head: HeadName = "policy", *, fp8: bool = False) -> ModelShape:
+    """Read `path`/config.json, of a model that is to have `head`; `fp8`: its weights may be block-quantized to FP8.
 
     Raises RecipeError: no such directory or file, not JSON, a field missing or wrong, or a model that is not supported.
     """
@@ -37,19 +37,19 @@ def read_model_shape(path: Path, head: HeadName = "policy") -> ModelShape:
     if not isinstance(config, dict):
         raise RecipeError(f"{file}: expected an object with the model's configuration, found {config!r:.60}")
     try:
-        return _shape(config, path, head)
+        return _shape(config, path, head, fp8)
     except RecipeError as error:
         raise RecipeError(f"{file}: {error}") from None
     except (OverflowError, MemoryError) as error:
         raise RecipeError(f"{file}: a number is too large for a model ({error}); correct it") from None
 
 
-def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
+def _shape(config: Fields, directory: Path, wanted: HeadName, fp8: bool) -> ModelShape:
     decoder, stored = _architecture(config)
     family = ARCHITECTURES[f"{decoder}ForCausalLM"]
     require(config, *family.activation)
     if config.get("quantization_config"):
-        raise RecipeError("the weights are quantized (quantization_config), which is not supported; take the original")
+        _check_quantization(section(config, "quantization_config").get("quant_method"), fp8)
     extra = family.read(config)
     if extra.get("experts") is not None:
         check_experts(extra["experts"])
@@ -68,6 +68,15 @@ def _shape(config: Fields, directory: Path, wanted: HeadName) -> ModelShape:
     if extra.get("latent") is None:
         sizes |= _head_sizes(config, family)
     return ModelShape(family=family.name, **sizes, **extra)
+
+
+def _check_quantization(method: Any, fp8: bool) -> None:
+    if method != "fp8":
+        raise RecipeError(f"the weights are quantized ({method!r:.60}), which is not supported; take the original")
+    if not fp8:
+        raise RecipeError(
+            "the weights are quantized to FP8; tools/convert_checkpoint.py export makes a bfloat16 directory of them"
+        )
 
 
 def _architecture(config: Fields) -> tuple[str, HeadName]:

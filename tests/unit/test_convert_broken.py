@@ -1,0 +1,300 @@
+"""What is wrong with a checkpoint or a target is told by name, with what to do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.config import RecipeError
+from megarl.weights import convert, open_source
+from megarl.weights.hf import INDEX, SINGLE
+from tests.families import write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+UP = "model.layers.0.mlp.up_proj.weight"
+PART = "model-00002-of-"
+
+
+def edit(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def replace(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
+    """Change, add or remove a tensor of a single file."""
+    tensors = load_file(directory / SINGLE)
+    tensors.pop(name, None)
+    save_file(tensors | ({} if tensor is None else {name: tensor}), directory / SINGLE, metadata={"format": "pt"})
+
+
+def part(directory: Path) -> Path:
+    return next(directory.glob(f"{PART}*"))
+
+
+def cut(path: Path, by: int = 1) -> None:
+    path.write_bytes(path.read_bytes()[:-by])
+
+
+def overwrite(path: Path, data: bytes, at: int = 0) -> None:
+    old = path.read_bytes()
+    path.write_bytes(old[:at] + data + old[at + len(data) :])
+
+
+def edit_index(directory: Path, **changes: str | None) -> None:
+    path = directory / INDEX
+    index = json.loads(path.read_text())
+    index["weight_map"] |= changes
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if file}
+    path.write_text(json.dumps(index))
+
+
+def forge(directory: Path, what: Any) -> None:
+    (directory / ".metadata").write_bytes(pickle.dumps(what))
+
+
+class Command:
+    """A pickle that runs a command when it is loaded."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch /tmp/should-never-be",)
+
+
+Break = Callable[[Path], object]
+
+HF: dict[str, tuple[Break, str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), r"cannot read .*config\.json: No such file"),
+    "config is no json": (lambda d: (d / "config.json").write_text("{"), r"config\.json: line 1 is not JSON"),
+    "unknown architecture": (
+        lambda d: edit(d, architectures=["MambaForCausalLM"]),
+        "architecture MambaForCausalLM is not supported; known are LlamaForCausalLM",
+    ),
+    "no weights": (lambda d: (d / SINGLE).unlink(), f"no weights; expected {SINGLE} or {INDEX}"),
+    "empty file": (lambda d: (d / SINGLE).write_bytes(b""), r"model\.safetensors: cannot read the header: 0 bytes"),
+    "cut short": (
+        lambda d: cut(d / SINGLE),
+        r"has \d+ bytes, but its header says \d+; copy or download",
+    ),
+    "header is no json": (lambda d: overwrite(d / SINGLE, b"xx", at=8), r"safetensors: the header is not JSON"),
+    "header is endless": (lambda d: overwrite(d / SINGLE, b"\xff" * 7), r"the first 8 say \d+ bytes of header"),
+    "wrong offsets": (
+        lambda d: overwrite(d / SINGLE, b"9", at=(d / SINGLE).read_bytes().index(b'"data_offsets":[') + 16),
+        r"safetensors: (header entry|tensor) .*(expected|starts)",
+    ),
+    "wrong shape": (
+        lambda d: replace(d, UP, torch.zeros(48, 31)),
+        rf"{UP} has shape \(48, 31\), but config\.json says \(48, 32\)",
+    ),
+    "whole numbers": (
+        lambda d: replace(d, UP, torch.zeros(48, 32, dtype=torch.int32)),
+        rf"{UP} is int32, which no weight has",
+    ),
+    "mixed dtypes": (
+        lambda d: replace(d, UP, torch.zeros(48, 32).half()),
+        rf"gate_proj\.weight float32, {UP} float16: they make one parameter; expected the same dtype",
+    ),
+    "missing tensor": (lambda d: replace(d, UP, None), f"tensor {UP} is missing"),
+    "unexpected tensor": (
+        lambda d: replace(d, "model.layers.9.up.weight", torch.zeros(2)),
+        r"tensor model\.layers\.9\.up\.weight is not of a llama model as config\.json describes it",
+    ),
+    "fp8 without scales": (
+        lambda d: replace(d, UP, torch.zeros(48, 32).to(torch.float8_e4m3fn)),
+        rf"{UP} is float8_e4m3fn, and there is no {UP}_scale_inv",
+    ),
+    "fp8 without a block size": (
+        lambda d: (
+            replace(d, UP, torch.zeros(48, 32).to(torch.float8_e4m3fn)),
+            replace(d, f"{UP}_scale_inv", torch.ones(3, 2)),
+        ),
+        "quantization_config is None; expected quant_method 'fp8' and weight_block_size",
+    ),
+    "fp8 scales of another size": (
+        lambda d: (
+            replace(d, UP, torch.zeros(48, 32).to(torch.float8_e4m3fn)),
+            replace(d, f"{UP}_scale_inv", torch.ones(3, 3)),
+            edit(d, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]}),
+        ),
+        rf"{UP}_scale_inv is torch\.float32 \(3, 3\); expected torch\.float32 \(3, 2\)",
+    ),
+    "another quantization": (
+        lambda d: edit(d, quantization_config={"quant_method": "awq"}),
+        r"the weights are quantized \('awq'\), which is not supported; take the original",
+    ),
+}
+
+SHARDED: dict[str, tuple[Break, str]] = {
+    "missing shard": (lambda d: part(d).unlink(), rf"1 of \d weight files are missing: {PART}"),
+    "shard cut short": (lambda d: cut(part(d)), rf"{PART}.*: has \d+ bytes, but its header says"),
+    "index names a tensor that is not there": (
+        lambda d: edit_index(d, extra=part(d).name),
+        rf"{INDEX}: says that extra is in {PART}.*, which does not have it",
+    ),
+    "index leaves out a tensor": (
+        lambda d: edit_index(d, **{UP: None}),
+        f"{INDEX}: does not list {UP}, which the files",
+    ),
+    "index leads elsewhere": (lambda d: edit_index(d, extra="../other"), f"{INDEX}: cannot read the index"),
+}
+
+MEGATRON: dict[str, tuple[Break, str]] = {
+    "no metadata": (lambda d: (d / ".metadata").unlink(), r"\.metadata: cannot read: No such file"),
+    "metadata cut short": (lambda d: cut(d / ".metadata", 50), r"\.metadata: damaged .*; copy the checkpoint again"),
+    "metadata is something else": (lambda d: forge(d, [1, 2]), r"\.metadata: damaged"),
+    "metadata that runs a command": (
+        lambda d: forge(d, Command()),
+        r"\.metadata: asks for posix\.system, which has no place there and could run any code; not loaded",
+    ),
+    "no backend": (lambda d: (d / "metadata.json").unlink(), r"metadata\.json: cannot read: No such file"),
+    "another backend": (
+        lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+        r"metadata\.json: the checkpoint is of .*zarr.*; only .*torch_dist",
+    ),
+    "file cut short": (
+        lambda d: cut(d / "__0_0.distcp"),
+        r"__0_0\.distcp: has \d+ bytes, but \.metadata says at least",
+    ),
+    "missing file": (lambda d: (d / "__0_0.distcp").unlink(), r"__0_0\.distcp: missing, but \.metadata names it"),
+    "another model's": (
+        lambda d: edit(d, num_hidden_layers=5),
+        r"decoder\.layers\.4\..* is missing; is .*config",
+    ),
+    "a deeper model's": (lambda d: edit(d, num_hidden_layers=3), r"tensors decoder\.layers\.3\..* are not of a llama"),
+    "a wider model's": (
+        lambda d: edit(d, intermediate_size=50),
+        r"linear_fc1\.weight has shape \(96, 32\), but .* \(100, 32\)",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), r"has no config\.json; give .* with --config"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("whole")
+    model = write_model("llama", directory / "hf")
+    model.save_pretrained(directory / "sharded", max_shard_size=30_000)
+    convert(open_source(directory / "hf"), directory / "megatron", to="megatron", workers=1)
+    return directory
+
+
+def copy(source: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in source.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+TABLES = {"hf": HF, "sharded": SHARDED, "megatron": MEGATRON}
+CASES = {f"{kind}: {name}": (kind, *case) for kind, table in TABLES.items() for name, case in table.items()}
+
+
+@pytest.mark.parametrize(("kind", "spoil", "message"), CASES.values(), ids=CASES)
+def test_what_is_wrong_with_a_checkpoint_is_named(
+    kind: str, spoil: Break, message: str, whole: Path, tmp_path: Path
+) -> None:
+    source = copy(whole / kind, tmp_path / "source")
+    open_source(source)
+    spoil(source)
+    with pytest.raises(RecipeError, match=message) as caught:
+        open_source(source)
+    assert str(source) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("/tmp/should-never-be").exists()
+
+
+def test_damage_inside_a_file_is_named(whole: Path, tmp_path: Path) -> None:
+    source = copy(whole / "megatron", tmp_path / "source")
+    overwrite(source / "__0_0.distcp", b"\0" * 2000)
+    with pytest.raises(RecipeError, match=r"__0_0\.distcp: damaged at byte 0 .*; copy the checkpoint again"):
+        convert(open_source(source), tmp_path / "target", to="hf", workers=1)
+    assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize("what", ["file", "nothing"])
+def test_what_is_no_directory_is_refused(what: str, tmp_path: Path) -> None:
+    if what == "file":
+        (tmp_path / "source").write_text("")
+    with pytest.raises(RecipeError, match=r"source is (a file|not there); expected a directory"):
+        open_source(tmp_path / "source")
+
+
+def test_an_existing_target_is_kept_unless_told(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "precious").write_text("yes")
+    with pytest.raises(RecipeError, match="target exists; give another directory, or --overwrite to replace it"):
+        convert(open_source(whole / "hf"), tmp_path / "target", to="hf", workers=1)
+    assert os.listdir(tmp_path) == ["target"]
+    assert os.listdir(tmp_path / "target") == ["precious"]
+    convert(open_source(whole / "hf"), tmp_path / "target", to="hf", workers=1, overwrite=True)
+    assert not (tmp_path / "target" / "precious").exists()
+    assert os.listdir(tmp_path) == ["target"]
+
+
+def test_a_target_in_a_file_cannot_be_written(whole: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecipeError, match=r"cannot be written: (Not a directory|File exists); give another directory"):
+        convert(open_source(whole / "hf"), tmp_path / "file" / "target", to="hf", workers=1)
+
+
+def test_two_at_once_are_refused(whole: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "target.partial" / ".convert"
+    notes.mkdir(parents=True)
+    with (notes / "lock").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(RecipeError, match=r"another process is writing .*target\.partial; wait for it, or end it"):
+            convert(open_source(whole / "hf"), tmp_path / "target", to="hf", workers=1)
+
+
+def limited(source: Path, target: Path, said: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
+    try:
+        convert(open_source(source), target, to="megatron", workers=1, unit_bytes=20_000)
+    except RecipeError as error:
+        said.write_text(str(error))
+
+
+def test_a_full_disk_keeps_what_is_finished(whole: Path, tmp_path: Path) -> None:
+    """As a limit on the size of files stops a writer, so does a full disk."""
+    source = copy(whole / "hf", tmp_path / "source")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        replace(source, name, torch.ones(700, 32))
+    edit(source, vocab_size=700)
+    process = get_context("fork").Process(target=limited, args=(source, tmp_path / "target", tmp_path / "said"))
+    process.start()
+    process.join(30)
+    said = (tmp_path / "said").read_text()
+    assert "cannot write: File too large; make room" in said
+    assert "what is finished is kept" in said
+    assert not (tmp_path / "target").exists()
+    convert(open_source(source), tmp_path / "target", to="megatron", workers=1, unit_bytes=20_000)
+
+
+def tool(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, ROOT / "tools/convert_checkpoint.py", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=ROOT, env=environment)
+
+
+def test_the_tool_converts_compares_and_explains(whole: Path, tmp_path: Path) -> None:
+    done = tool("import", whole / "hf", tmp_path / "megatron", "--workers", 2)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "warning: no tokenizer in" in done.stderr
+    assert f"{tmp_path / 'megatron'} is whole" in done.stderr
+    same = tool("verify", whole / "hf", tmp_path / "megatron")
+    assert (same.returncode, same.stdout) == (0, "equal: the same names, dtypes and bits\n")
+    bad = tool("export", tmp_path / "none", tmp_path / "out")
+    assert bad.returncode == 1
+    assert bad.stderr.startswith(f"error: {tmp_path / 'none'} is not there; expected a directory")
+    assert len(bad.stderr.splitlines()) == 1

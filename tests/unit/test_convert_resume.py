@@ -1,0 +1,114 @@
+"""A conversion that is killed at any moment leaves nothing under the final name, and goes on where it was."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.runtime import die_with_parent
+from megarl.weights import Progress, compare, convert, open_source
+from tests.families import write_model
+
+MOMENTS = 10
+SMALL: Any = {"unit_bytes": 100_000, "file_bytes": 300_000}
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same model of each kind."""
+    directory = tmp_path_factory.mktemp("sources")
+    write_model("qwen3_moe", directory / "hf", hidden_size=128)
+    convert(open_source(directory / "hf"), directory / "megatron", to="megatron", workers=1)
+    return {"hf": directory / "hf", "megatron": directory / "megatron"}
+
+
+def work(source: Path, target: Path, to: Literal["hf", "megatron"], workers: int) -> None:
+    end = partial(die_with_parent, os.getpid())
+    convert(open_source(source), target, to=to, workers=workers, worker_start=end, **SMALL)
+
+
+def start(*arguments: Any) -> BaseProcess:
+    process = get_context("fork").Process(target=work, args=arguments)
+    process.start()
+    return process
+
+
+@pytest.mark.parametrize("to", ["megatron", "hf"])
+def test_killed_at_any_moment_it_goes_on(
+    to: Literal["hf", "megatron"], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    source = sources["hf" if to == "megatron" else "megatron"]
+    begin = time.monotonic()
+    work(source, tmp_path / "whole", to, 2)
+    seconds, moments, killed = time.monotonic() - begin, random.Random(to), 0
+    for moment in range(MOMENTS):
+        target = tmp_path / str(moment)
+        process = start(source, target, to, 1 + moment % 3)
+        process.join(moments.uniform(0, seconds))
+        process.kill()
+        process.join()
+        killed += process.exitcode != 0
+        if not target.exists():
+            work(source, target, to, 2)
+        assert not compare(open_source(source), open_source(target), workers=1)
+        assert sorted(os.listdir(target)) == sorted(os.listdir(tmp_path / "whole"))
+        for path in target.glob("*.safetensors"):
+            assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
+    assert killed >= MOMENTS // 2
+    assert sorted(os.listdir(tmp_path)) == sorted([*map(str, range(MOMENTS)), "whole"])
+
+
+class Stop(Exception):
+    pass
+
+
+def stop_half_way(progress: Progress) -> None:
+    if progress.done > progress.total / 2:
+        raise Stop
+
+
+def interrupted(source: Path, target: Path) -> None:
+    with pytest.raises(Stop):
+        convert(open_source(source), target, to="hf", workers=1, progress=stop_half_way, **SMALL)
+
+
+def test_what_is_finished_is_not_done_again(sources: dict[str, Path], tmp_path: Path) -> None:
+    interrupted(sources["megatron"], tmp_path / "target")
+    seen: list[Progress] = []
+    convert(open_source(sources["megatron"]), tmp_path / "target", to="hf", workers=1, progress=seen.append, **SMALL)
+    assert all(progress.before > progress.total / 2 for progress in seen)
+    assert seen[-1].done == seen[-1].total
+    assert not compare(open_source(sources["hf"]), open_source(tmp_path / "target"), workers=1)
+
+
+@pytest.mark.parametrize("change", ["source", "option"])
+def test_another_job_starts_over(change: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    write_model("qwen3_moe", source, hidden_size=128)
+    interrupted(source, tmp_path / "target")
+    options = SMALL
+    if change == "source":
+        write_model("qwen3_moe", source, hidden_size=128, seed=1)
+    else:
+        options = SMALL | {"file_bytes": 1 << 30}
+    said: list[str] = []
+    seen: list[Progress] = []
+    convert(
+        open_source(source), tmp_path / "target", to="hf", workers=1, progress=seen.append, say=said.append, **options
+    )
+    assert all(progress.before == 0 for progress in seen)
+    assert "another source or with other options: starting over" in said[0]
+    expected = load_file(source / "model.safetensors")
+    found = {name: t for path in (tmp_path / "target").glob("*.safetensors") for name, t in load_file(path).items()}
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
