@@ -103,6 +103,8 @@ class ExpertBalance(Section):
 class Checkpoint(Section):
     every: NonNegativeInt = 0
     """Save model, optimizer and run state after each this many steps; 0: only at the end."""
+    export_every: NonNegativeInt = 0
+    """Write the model as a Hugging Face directory, hf_step_N, after each this many steps, while training goes on."""
     final: bool = True
     """Save them after the last step, so that the run can be resumed with more steps."""
 

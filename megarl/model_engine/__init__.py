@@ -7,6 +7,7 @@ this door is opened.
 """
 
 from megarl.model_engine.engine import LossFunction, Metrics, ModelEngine, Update
+from megarl.model_engine.export import HfExport
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.model_engine.microbatch import MicroBatch, TokenSequence
 from megarl.model_engine.offload import Held, Moved, Part, PartAwayError
@@ -14,6 +15,7 @@ from megarl.model_engine.weights import ModelWeights
 
 __all__ = [
     "Held",
+    "HfExport",
     "LossFunction",
     "Metrics",
     "MicroBatch",

@@ -26,15 +26,13 @@ from megarl.model_engine.build import (
     learning_rate,
     transformer_config,
 )
+from megarl.model_engine.export import HfExport
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.heads import output_head
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
 from megarl.model_engine.weights import ModelWeights
-from megarl.weights import write_hf
-
-_EXPORT_BUCKET_BYTES = 1 << 30
 
 
 @dataclass
@@ -223,18 +221,13 @@ class ModelEngine:
         checkpoint.load(directory, self._model, self._optimizer, self._shape)
         self.update_count = update_count
 
+    def start_export(self, target: Path) -> HfExport:
+        """Begin to write the weights as a Hugging Face directory; returns when they are copied to host memory."""
+        return HfExport(self.weights, self._shape, self._source, target)
+
     def export_hf(self, target: Path) -> None:
-        """Write the weights as a Hugging Face directory; rank 0 writes."""
-        buckets = (
-            [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
-            for bucket in self.weights.hf_buckets(_EXPORT_BUCKET_BYTES)
-        )
-        if dist.get_rank() == 0:
-            write_hf(buckets, self._source, target, head=self._shape.head.name)
-        else:
-            for _ in buckets:
-                pass
-        dist.barrier()
+        """Write the weights as a Hugging Face directory."""
+        self.start_export(target).wait()
 
     def offload(self, *parts: Part) -> Moved:
         """Free the device memory of `parts`, or of all, until `onload`; they are kept on the host.

@@ -47,7 +47,7 @@ class ModelWeights:
     def __init__(self, parts: Sequence[GPTModel], shape: ModelShape, layout: Layout) -> None:
         self.parameters = model_parameters(shape, layout.tensor)
         self._shape, self._layout = shape, layout
-        self._dtype = parts[0].config.params_dtype
+        self.dtype = parts[0].config.params_dtype
         self._local = {
             whole: held
             for part in parts
@@ -131,14 +131,14 @@ class ModelWeights:
         if parameter.expert is not None:
             assert self._shape.experts is not None
             rank = parameter.expert // (self._shape.experts.count // self._layout.expert)
-        return _Home(stage, rank, torch.float32 if parameter.float32 else self._dtype)
+        return _Home(stage, rank, torch.float32 if parameter.float32 else self.dtype)
 
     def _shard_shape(self, parameter: Parameter) -> torch.Size:
         parts = [torch.empty(size, device="meta") for size in parameter.hf_shapes]
         return parameter.layout.shard(parameter.layout.to_megatron(parts), 0, _tensor_place(parameter)[1]).shape
 
     def _nbytes(self, parameter: Parameter) -> int:
-        element = 4 if parameter.float32 else self._dtype.itemsize
+        element = 4 if parameter.float32 else self.dtype.itemsize
         return sum(torch.Size(size).numel() for size in parameter.hf_shapes) * element
 
 

@@ -15,7 +15,7 @@ from megarl.runtime import LOGGER, ControlPlane, Guard, RankInfo, choose_device,
 from megarl.trainer.run_state import RunDirectory, RunState
 
 if TYPE_CHECKING:
-    from megarl.model_engine import ModelEngine
+    from megarl.model_engine import HfExport, ModelEngine
 
 
 _CRITIC = "critic"  # its directory in a checkpoint, beside the policy's files
@@ -133,6 +133,31 @@ def save(
     path = job.run.save_checkpoint(job.control, write, state)
     if job.control.rank == 0:
         LOGGER.info("saved %s", path)
+
+
+class Exports:
+    """The snapshots of a run, one after the other; training goes on while one is written."""
+
+    def __init__(self, job: Job, recipe: AnyRecipe, model: ModelEngine) -> None:
+        self._run, self._every, self._model = job.run, recipe.checkpoint.export_every, model
+        self._last: HfExport | None = None
+
+    def after(self, done: int) -> None:
+        """Begin a snapshot, if the recipe wants one after `done` steps."""
+        if self._every and done % self._every == 0:
+            self.wait()
+            self._last = self._model.start_export(self._run.path / f"hf_step_{done:06d}")
+
+    def finish(self) -> None:
+        """Write the trained model, after the last snapshot."""
+        self.wait()
+        self._model.export_hf(self._run.model)
+        LOGGER.info("the trained model is %s", self._run.model)
+
+    def wait(self) -> None:
+        """Return when the last snapshot is there."""
+        if self._last is not None:
+            self._last.wait()
 
 
 def checkpoint_is_due(recipe: AnyRecipe, done: int) -> bool:

@@ -18,7 +18,16 @@ from megarl.config import RewardModelRecipe
 from megarl.data import encode_demonstrations, load_tokenizer, read_preferences, whole_pairs
 from megarl.observe import Phases
 from megarl.runtime import LOGGER
-from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
+from megarl.trainer.job import (
+    Exports,
+    Job,
+    build_engine,
+    checkpoint_is_due,
+    open_metrics,
+    resume_step,
+    save,
+    should_stop,
+)
 
 if TYPE_CHECKING:
     from megarl.model_engine import MicroBatch, ModelEngine, TokenSequence
@@ -29,7 +38,7 @@ def train_reward_model(job: Job, recipe: RewardModelRecipe) -> None:
     train, test = (_encoded(job, recipe, path) for path in (recipe.data.train, recipe.data.test))
     model = build_engine(job, recipe, recipe.model, job.shape, recipe.optimizer)
     start, _ = resume_step(job, model)
-    metrics = open_metrics(job, start)
+    metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
 
     for step in range(start, recipe.steps):
         phases = Phases()
@@ -37,6 +46,7 @@ def train_reward_model(job: Job, recipe: RewardModelRecipe) -> None:
             pairs = [train[i % len(train)] for i in range(step * recipe.batch.pairs, (step + 1) * recipe.batch.pairs)]
             learned = _update(model, pairs, recipe.centring)
         done, stop = step + 1, should_stop(job)
+        exports.after(done)
         row: dict[str, Any] = {"step": done, **learned, "seconds": phases.seconds}
         if done == recipe.steps or (recipe.evaluation_every and done % recipe.evaluation_every == 0):
             row["accuracy_held_out"] = _accuracy(_scores(model, test))
@@ -47,10 +57,10 @@ def train_reward_model(job: Job, recipe: RewardModelRecipe) -> None:
         if stop or checkpoint_is_due(recipe, done):
             save(job, recipe, model, done)
         if stop:
+            exports.wait()
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
             return
-    model.export_hf(job.run.model)
-    LOGGER.info("the trained model is %s", job.run.model)
+    exports.finish()
 
 
 class _Pair(NamedTuple):

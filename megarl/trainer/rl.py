@@ -17,7 +17,16 @@ from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.coordinator import TARGET as COORDINATOR
-from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
+from megarl.trainer.job import (
+    Exports,
+    Job,
+    build_engine,
+    checkpoint_is_due,
+    open_metrics,
+    resume_step,
+    save,
+    should_stop,
+)
 from megarl.trainer.rollout_batch import Models, RolloutBatch
 from megarl.types import Group
 
@@ -34,7 +43,7 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     start, kl_coefficient = resume_step(job, model, critic)
     _wait_healthy(job, engine)
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
-    metrics = open_metrics(job, start)
+    metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
     _publish(job, recipe, model, engine, version=start)
     if start == 0:
         _evaluate(job, recipe, coordinator, step=0)
@@ -54,15 +63,16 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
         if metrics is not None:
             _report(metrics, {"step": step + 1, **learned, **counts, "seconds": phases.seconds})
         done, stop = step + 1, should_stop(job)
+        exports.after(done)
         if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
             _evaluate(job, recipe, coordinator, step=done)
         if stop or checkpoint_is_due(recipe, done):
             save(job, recipe, model, done, critic=critic, kl_coefficient=kl_coefficient)
         if stop:
+            exports.wait()
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
             return
-    model.export_hf(job.run.model)
-    LOGGER.info("the trained model is %s", job.run.model)
+    exports.finish()
 
 
 def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:

@@ -13,7 +13,16 @@ from megarl.config import SftRecipe, TokenMean
 from megarl.data import encode_demonstrations, load_tokenizer, read_demonstrations
 from megarl.observe import Phases
 from megarl.runtime import LOGGER
-from megarl.trainer.job import Job, build_engine, checkpoint_is_due, open_metrics, resume_step, save, should_stop
+from megarl.trainer.job import (
+    Exports,
+    Job,
+    build_engine,
+    checkpoint_is_due,
+    open_metrics,
+    resume_step,
+    save,
+    should_stop,
+)
 
 
 def train_sft(job: Job, recipe: SftRecipe) -> None:
@@ -25,7 +34,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
     encoded = encode_demonstrations(tokenizer, demonstrations, job.shape.max_positions)
     model = build_engine(job, recipe, recipe.model, job.shape, recipe.optimizer)
     start, _ = resume_step(job, model)
-    metrics = open_metrics(job, start)
+    metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
 
     def loss(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         total = -(logprobs * batch.columns["weight"]).sum()
@@ -54,10 +63,11 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
             metrics.write(row)
             LOGGER.info("step %(step)d  loss %(loss).4f  grad norm %(grad_norm).3f  lr %(learning_rate).2e", row)
         done, stop = step + 1, should_stop(job)
+        exports.after(done)
         if stop or checkpoint_is_due(recipe, done):
             save(job, recipe, model, done)
         if stop:
+            exports.wait()
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)
             return
-    model.export_hf(job.run.model)
-    LOGGER.info("the trained model is %s", job.run.model)
+    exports.finish()

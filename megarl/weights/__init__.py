@@ -4,11 +4,12 @@ from megarl.weights.compare import compare
 from megarl.weights.convert import Progress, convert
 from megarl.weights.describe import describe
 from megarl.weights.hf import HfReader, split_index
-from megarl.weights.hf_writer import HfWriter, hf_specs, write_hf
+from megarl.weights.hf_writer import HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_key, layer_key_prefixes
 from megarl.weights.parameter import Parameter
 from megarl.weights.places import Place, find_place, open_source
 from megarl.weights.sources import Source
+from megarl.weights.staging import publish
 from megarl.weights.table import model_parameters
 
 __all__ = [
@@ -21,12 +22,13 @@ __all__ = [
     "checkpoint_key",
     "compare",
     "convert",
+    "copy_config",
     "describe",
     "find_place",
     "hf_specs",
     "layer_key_prefixes",
     "model_parameters",
     "open_source",
+    "publish",
     "split_index",
-    "write_hf",
 ]

@@ -1,7 +1,7 @@
 """Writing Hugging Face directories: all files are planned from shapes, then tensors are written in place, in any order.
 
 So memory holds no more than the tensor at hand, slices of a stacked tensor go where they belong as they come, and
-several processes can write different tensors of one directory. `write_hf` is the whole of it in one process.
+several processes can write different tensors of one directory.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
-from itertools import chain
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megarl.config import HeadName, ModelShape, head_config, read_model_shape
+from megarl.config import ModelShape, head_config
 from megarl.weights.hf import INDEX, SINGLE, split_index
 from megarl.weights.parameter import Parameter
 from megarl.weights.safetensors_file import TensorSpec, build_header, tensor_bytes, write_bytes
-from megarl.weights.staging import publish
-from megarl.weights.table import model_parameters
 
 FILE_BYTES = 4 << 30  # small enough to be read in parallel, large enough to be few
 _COPIED = (".json", ".txt", ".model", ".jinja")
@@ -111,41 +108,6 @@ def copy_config(source: Path, target: Path, *, head_of: ModelShape | None = None
     if dtype is not None:
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_hf(
-    buckets: Iterable[list[tuple[str, Tensor]]],
-    source: Path,
-    target: Path,
-    *,
-    head: HeadName = "policy",
-    file_bytes: int = FILE_BYTES,
-) -> None:
-    """Write the tensors of `buckets` with the configuration and tokenizer of `source` to the directory `target`.
-
-    They come in any order and have the dtype of the first, but for what the weight table keeps in float32, which does
-    not come first. `head` is the tensors', which `source` need not have.
-
-    It is written aside and renamed, so `target` exists whole or not at all; an older `target` is replaced.
-    """
-    shape, aside = read_model_shape(source, head), target.with_name(target.name + ".partial")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    pairs = (pair for bucket in buckets for pair in bucket)
-    first = next(pairs)
-    table = model_parameters(shape, 1)
-    dtype = first[1].dtype
-    specs = hf_specs(table, lambda parameter: torch.float32 if parameter.float32 else dtype)
-    writer = HfWriter(aside, specs, file_bytes)
-    writer.create()
-    missing = {name for parameter in table for name in parameter.hf}
-    for name, tensor in chain([first], pairs):
-        writer.write(name, tensor)
-        missing.remove(name)
-    assert not missing, f"these never came: {sorted(missing)}"
-    writer.finish()
-    copy_config(source, aside, head_of=shape, dtype=dtype)
-    publish(aside, target)
 
 
 def _divide(specs: Mapping[str, TensorSpec], file_bytes: int) -> list[dict[str, TensorSpec]]:

@@ -59,7 +59,7 @@ def test_stop_and_resume(sft_model: Path, addition: Path, tmp_path: Path) -> Non
         "evaluation.problems=32",
         "steps=6",
         "optimizer.warmup_steps=6",
-        "checkpoint.every=3",
+        "checkpoint={every: 3, export_every: 2}",
     ]
     with local_job(run, RL, *overrides) as job:
         job.wait_for_step(4)
@@ -75,6 +75,10 @@ def test_stop_and_resume(sft_model: Path, addition: Path, tmp_path: Path) -> Non
     assert [row["learning_rate"] for row in rows] == pytest.approx([1e-4 * (step + 1) / 6 for step in range(6)])
     assert "3 steps are done" in job.output()
     assert sum(row["reward"] for row in rows[3:]) >= sum(row["reward"] for row in rows[:3]) - 0.3
+    assert sorted(path.name for path in run.glob("hf_step_*")) == ["hf_step_000002", "hf_step_000004", "hf_step_000006"]
+    weights = [(run / name / "model.safetensors").read_bytes() for name in ("hf_step_000006", "hf_step_000004", "hf")]
+    assert weights[0] == weights[2] != weights[1]
+    check_export(run / "hf_step_000002")
     check_export(run / "hf")
     evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert [evaluation["step"] for evaluation in evaluations] == [0, 6]

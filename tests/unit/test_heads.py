@@ -17,9 +17,10 @@ from megarl.config.model.families import ARCHITECTURES
 from megarl.config.model.heads import architecture
 from megarl.model_engine import TokenSequence
 from megarl.model_engine.heads import ScoreHead
-from megarl.weights import model_parameters, write_hf
+from megarl.weights import model_parameters
 from megarl.weights.hf import SINGLE, HfReader
 from tests.families import AUTO, FAMILIES, VOCAB, family_config, write_model
+from tests.hf_directory import write_hf
 
 BOTH = ("score.weight", "score.bias")
 PAIRS = [

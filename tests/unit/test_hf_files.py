@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from megarl.config import RecipeError, read_model_shape
-from megarl.weights import model_parameters, write_hf
+from megarl.weights import model_parameters
 from megarl.weights.hf import INDEX, SINGLE, HfReader
 from tests.families import write_model
+from tests.hf_directory import write_hf
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(4.0), "c": -torch.arange(5.0)}
 

@@ -15,10 +15,11 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config import ModelShape, read_model_shape
 from megarl.model_engine.weights import left_out
-from megarl.weights import Parameter, model_parameters, write_hf
+from megarl.weights import Parameter, model_parameters
 from megarl.weights.hf import SINGLE, HfReader
 from megarl.weights.layouts import EngineLayout, GateUp, QueryKeyValue, RopePairs
 from tests.families import FAMILIES, family_config, write_model
+from tests.hf_directory import write_hf
 
 ENGINE_KNOWN = {"llama", "llama3", "qwen2", "qwen2_yarn", "qwen3"}
 every_family = pytest.mark.parametrize("family", FAMILIES)
