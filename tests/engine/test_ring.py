@@ -129,8 +129,12 @@ def test_reward_model_and_ppo_with_everything(sft_model: Path, addition: Path, t
         "batch.prompts=16",
         "evaluation.problems=0",
         "critic.warmup_steps=1",
-        "reward={rule_weight: 0.5, overlong_buffer: 40}",
-        "algorithm={epochs: 2, skip_truncated: true, entropy_coefficient: 0.001, correction: {type: importance}}",
+        "reward.rule_weight=0.5",
+        "reward.overlong_buffer=40",
+        "algorithm.epochs=2",
+        "algorithm.skip_truncated=true",
+        "algorithm.entropy_coefficient=0.001",
+        "algorithm.correction={type: importance}",
     ]
     ppo = "launch/recipes/rlhf_ppo.yaml"
     with local_job(run, ppo, *overrides, "steps=2") as job:
