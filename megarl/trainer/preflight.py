@@ -102,7 +102,9 @@ def _checked_tokenizer(path: Path, shape: ModelShape) -> PreTrainedTokenizerFast
         tokenizer = load_tokenizer(path)
     except DataError as error:
         raise DataError(f"model.path: {error}") from error
-    tokens = max(tokenizer.get_vocab().values(), default=-1) + 1  # not its length: ids may have gaps
+    # not its length: ids may have gaps. Special ones may lie beyond the vocabulary, as Gemma's for images does
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    tokens = max((number for text, number in tokenizer.get_vocab().items() if text not in special), default=-1) + 1
     if tokens > shape.vocab:
         raise RecipeError(
             f"model.path: {path}: the tokenizer has token ids up to {tokens - 1} and config.json's vocab_size is only"

@@ -313,6 +313,15 @@ def test_good_input_passes_and_leaves_nothing_behind(job: Path, run: Run, argume
     assert sorted(job.iterdir()) == before
 
 
+def test_a_special_token_may_lie_beyond_the_vocabulary(job: Path, run: Run) -> None:
+    """Gemma 3 has one for images; a prompt that used it would be refused by the model engine."""
+    tokenizer = json.loads((job / "model/tokenizer.json").read_text())
+    image = {name: False for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    tokenizer["added_tokens"].append({"id": 512, "content": "<image>", "special": True, **image})
+    (job / "model/tokenizer.json").write_text(json.dumps(tokenizer))
+    assert run("rl.yaml", "--check").code == 0
+
+
 def test_prompts_that_are_never_asked_may_be_long(job: Path, run: Run) -> None:
     with (job / "test.jsonl").open("a") as file:
         file.write('{"prompt": "%s", "answer": "1"}\n' % ("1" * 200))
