@@ -160,6 +160,7 @@ def convert(
 
     with _plain_errors(target):
         sink.begin()
+        progress(Progress(before, sum(sizes), before))  # also where nothing is left to do
         for finished in each_unit(work, [u for u in range(len(units)) if u not in results], workers, worker_start):
             results |= finished
             progress(Progress(done.value, sum(sizes), before))
