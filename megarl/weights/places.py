@@ -121,7 +121,6 @@ def _config_of_run(run: Path, recipe: Any, of_critic: bool) -> Path:
     for directory in ([Path(str(given))] if given else []) + written:
         if (directory / "config.json").exists():
             return directory
-    raise RecipeError(
-        f"{run}/recipe.yaml names the {'critic' if of_critic else 'model'} {given}, which is not there; give its"
-        " Hugging Face directory with --config"
-    )
+    what = "critic" if of_critic else "model"
+    found = f"names the {what} {given}, which is not there" if given else f"names no {what}, or is not there"
+    raise RecipeError(f"{run}/recipe.yaml {found}; give the {what}'s Hugging Face directory with --config")

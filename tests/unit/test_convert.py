@@ -294,5 +294,8 @@ def test_a_run_says_which_head_its_weights_have(head: Any, tied: bool, tmp_path:
     convert(open_source(source), tmp_path / "megatron", to="megatron", workers=1)
     assert not compare(open_source(tmp_path / "megatron"), open_source(trained), workers=1)
     (start / "config.json").unlink()
-    with pytest.raises(RecipeError, match=f"names the (critic|model) {start}, which is not there; give its"):
+    with pytest.raises(RecipeError, match=f"names the (critic|model) {start}, which is not there; give the"):
+        find_place(source)
+    (run / "recipe.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"recipe\.yaml names no (critic|model), or is not there; give the"):
         find_place(source)
