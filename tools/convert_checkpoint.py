@@ -27,7 +27,7 @@ from rich.console import Console
 from megarl.config import RecipeError
 from megarl.observe import show_transfer
 from megarl.runtime import die_with_parent
-from megarl.weights import Progress, Source, compare, convert, describe, find_place, open_source
+from megarl.weights import HfSource, Progress, Source, compare, convert, describe, find_place, open_source
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 _TEXT_TOKENS = 512  # that the logits are compared on
@@ -49,6 +49,8 @@ def main() -> int:
 
 def _convert(arguments: argparse.Namespace, console: Console) -> int:
     source = _open(arguments.source, arguments.config, console)
+    if not _has_tokenizer(source):
+        console.print(f"warning: no tokenizer in {source.config}, so that the result will have none", soft_wrap=True)
     target = Path(os.path.abspath(arguments.target))
     with show_transfer(arguments.command, console) as show:
         convert(
@@ -66,13 +68,14 @@ def _convert(arguments: argparse.Namespace, console: Console) -> int:
 
 def _verify(arguments: argparse.Namespace, console: Console) -> int:
     sources = [_open(path, arguments.config, console) for path in (arguments.first, arguments.second)]
+    tokens = _tokens(sources, arguments.logits) if arguments.logits else None
     with show_transfer("verify", console) as show:
         lines = compare(*sources, **_in_parallel(arguments, show))
     for line in lines:
         print(line)
     print("different" if lines else "equal: the same names, dtypes and bits")
-    if arguments.logits:
-        print(f"largest difference of logits: {_logit_difference(sources, arguments.logits):.3g}")
+    if tokens is not None:
+        print(f"largest difference of logits: {_logit_difference(sources, tokens):.3g}")
     return 1 if lines else 0
 
 
@@ -88,9 +91,11 @@ def _open(directory: Path, config: Path | None, console: Console) -> Source:
     if source.ignored:
         names = f"{source.ignored[0]} and {len(source.ignored) - 1} more like it"
         console.print(f"{directory}: ignoring {names}, which are computed from config.json", soft_wrap=True)
-    if not any((source.config / name).exists() for name in _TOKENIZERS):
-        console.print(f"warning: no tokenizer in {source.config}, so that the result will have none", soft_wrap=True)
     return source
+
+
+def _has_tokenizer(source: Source) -> bool:
+    return any((source.config / name).exists() for name in _TOKENIZERS)
 
 
 def _in_parallel(arguments: argparse.Namespace, show: Callable[[int, int, int], None]) -> dict[str, Any]:
@@ -105,22 +110,49 @@ def _in_parallel(arguments: argparse.Namespace, show: Callable[[int, int, int], 
     }
 
 
-def _logit_difference(sources: list[Source], text: Path) -> float:
-    """The largest absolute difference on the first tokens of a text, in float32 and with the first one's tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _tokens(sources: list[Source], text: Path) -> Any:
+    """The first tokens of a text, by the tokenizer of the first checkpoint that has one."""
+    from transformers import AutoTokenizer
 
-    tokens = AutoTokenizer.from_pretrained(sources[0].config)(text.read_text(), return_tensors="pt").input_ids
+    source = next((source for source in sources if _has_tokenizer(source)), None)
+    if source is None:
+        raise RecipeError("--logits: neither checkpoint has a tokenizer with it; put one beside config.json")
+    try:
+        tokens = AutoTokenizer.from_pretrained(source.config)(text.read_text(), return_tensors="pt").input_ids
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"--logits: cannot read {text}: {error!r:.120}; expected a text file") from None
+    if not tokens.numel():
+        raise RecipeError(f"--logits: {text} has no tokens; expected a text file that is not empty")
+    return tokens[:, :_TEXT_TOKENS]
+
+
+def _logit_difference(sources: list[Source], tokens: Any) -> float:
+    """The largest absolute difference of what the models' heads say of these tokens, in float32."""
+    import torch
+    import transformers
+
+    heads, sizes = [source.shape.head.name for source in sources], [source.shape.vocab for source in sources]
+    if heads[0] != heads[1] or sizes[0] != sizes[1]:
+        raise RecipeError(
+            f"--logits: a {heads[0]} with {sizes[0]} tokens and a {heads[1]} with {sizes[1]} cannot be compared;"
+            " expected the same head and vocabulary"
+        )
+    auto = {
+        "policy": transformers.AutoModelForCausalLM,
+        "critic": transformers.AutoModelForTokenClassification,
+        "reward": transformers.AutoModelForSequenceClassification,
+    }[heads[0]]
     logits = []
     for source in sources:
         with tempfile.TemporaryDirectory() as scratch:
             directory = source.directory
-            if find_place(directory, source.config).megatron:
+            # transformers multiplies FP8 with its scales in another precision
+            if not isinstance(source, HfSource) or source.reader.quantized:
                 directory = Path(scratch) / "hf"
                 convert(source, directory, to="hf", workers=1)
-            model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+            model = auto.from_pretrained(directory, dtype=torch.float32)
         with torch.no_grad():
-            logits.append(model(tokens[:, :_TEXT_TOKENS]).logits)
+            logits.append(model(tokens).logits)
     return float((logits[0] - logits[1]).abs().max())
 
 
@@ -169,14 +201,22 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_workers(parser: argparse.ArgumentParser) -> None:
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=int, default=cores, help=f"processes (default: one a core, {cores} here)")
+    parser.add_argument("--workers", type=_count, default=cores, help=f"processes (default: one a core, {cores} here)")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes; expected 1 or more")
+    return int(text)
 
 
 def _bytes(text: str) -> int:
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
     match = re.fullmatch(r"(\d+)\s*([KMG]B)?", text.upper())
     if match is None or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; expected a number and KB, MB or GB, such as 500MB")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no size; expected a whole number and KB, MB or GB, such as 500MB"
+        )
     return int(match[1]) * units[match[2] or ""]
 
 

@@ -8,12 +8,13 @@ from megarl.weights.hf_writer import HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_key, layer_key_prefixes
 from megarl.weights.parameter import Parameter
 from megarl.weights.places import Place, find_place, open_source
-from megarl.weights.sources import Source
+from megarl.weights.sources import HfSource, Source
 from megarl.weights.staging import publish
 from megarl.weights.table import model_parameters
 
 __all__ = [
     "HfReader",
+    "HfSource",
     "HfWriter",
     "Parameter",
     "Place",

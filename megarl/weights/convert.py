@@ -24,7 +24,7 @@ from megarl.weights.hf_writer import FILE_BYTES, HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_place
 from megarl.weights.parameter import Parameter
 from megarl.weights.safetensors_file import TensorSpec
-from megarl.weights.sources import Source
+from megarl.weights.sources import Source, stored_head
 from megarl.weights.staging import Staging
 from megarl.weights.workers import each_unit
 
@@ -72,7 +72,7 @@ class HfSink:
 
     def finish(self, results: dict[int, Any]) -> None:
         self._writer.finish()
-        copy_config(self._source.config, self._directory, dtype=self._source.dtype(self._source.parameters[0]))
+        _copy_config(self._source, self._directory, dtype=self._source.dtype(self._source.parameters[0]))
 
 
 class MegatronSink:
@@ -87,7 +87,7 @@ class MegatronSink:
 
     def finish(self, results: dict[int, Any]) -> None:
         write_checkpoint(self._directory, self._described(results))
-        copy_config(self._source.config, self._directory, dtype=None)
+        _copy_config(self._source, self._directory, dtype=None)
 
     def _check_dtypes(self) -> None:
         """A stacked tensor has one dtype."""
@@ -160,6 +160,7 @@ def convert(
 
     with _plain_errors(target):
         sink.begin()
+        progress(Progress(before, sum(sizes), before))  # also where nothing is left to do
         for finished in each_unit(work, [u for u in range(len(units)) if u not in results], workers, worker_start):
             results |= finished
             progress(Progress(done.value, sum(sizes), before))
@@ -182,6 +183,12 @@ def plan_units(source: Source, unit_bytes: int = UNIT_BYTES) -> Units:
 
 def nbytes(source: Source, parameter: Parameter) -> int:
     return sum(prod(shape) for shape in parameter.hf_shapes) * source.dtype(parameter).itemsize
+
+
+def _copy_config(source: Source, directory: Path, *, dtype: torch.dtype | None) -> None:
+    """A run's critic or reward model has another head than the model that it started from."""
+    another = stored_head(source.config) != source.shape.head.name
+    copy_config(source.config, directory, head_of=source.shape if another else None, dtype=dtype)
 
 
 def _file(unit: int) -> str:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 from megarl.weights.convert import nbytes
-from megarl.weights.places import Place
+from megarl.weights.places import Place, open_place
 from megarl.weights.sources import HfSource, MegatronSource
 
 
 def describe(place: Place) -> dict[str, str]:
     """Labels and values, in the order to show them. Raises RecipeError: the checkpoint cannot be read."""
-    source = MegatronSource(place.weights, place.config) if place.megatron else HfSource(place.weights)
+    source = open_place(place)
     shape = source.shape
     dtypes: Counter[str] = Counter()
     for parameter in source.parameters:
@@ -35,7 +35,7 @@ def describe(place: Place) -> dict[str, str]:
     }
     if isinstance(source, MegatronSource):
         about["saved with"] = _layout(source)
-    elif source.reader.quantized:
+    elif isinstance(source, HfSource) and source.reader.quantized:
         about["quantized"] = f"{len(source.reader.quantized)} tensors are FP8, read as bfloat16"
     return {label: value for label, value in about.items() if value}
 

@@ -89,10 +89,13 @@ class HfSource:
 class MegatronSource:
     """A Megatron distributed checkpoint, saved at any layout."""
 
-    def __init__(self, directory: Path, config: Path) -> None:
-        """`config` has the model's config.json. Raises RecipeError: not that model's checkpoint, or a damaged one."""
+    def __init__(self, directory: Path, config: Path, head: HeadName | None = None) -> None:
+        """`config` has the model's config.json, or of one that differs in its head alone, where `head` is given.
+
+        Raises RecipeError: not that model's checkpoint, or a damaged one.
+        """
         self.directory, self.config = directory, config
-        self.shape = read_model_shape(config, stored_head(config), fp8=True)
+        self.shape = read_model_shape(config, head or stored_head(config), fp8=True)
         self.reader = DcpReader(directory)
         self.ignored: list[str] = []
         stored = self.reader.tensors

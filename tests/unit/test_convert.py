@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megarl.config import read_model_shape
+from megarl.config import RecipeError, read_model_shape
 from megarl.weights import checkpoint_key, compare, convert, describe, find_place, model_parameters, open_source
 from megarl.weights.dcp import BACKEND, DcpReader
 from megarl.weights.hf import INDEX, SINGLE
-from tests.families import FAMILIES, VOCAB, write_model
+from tests.families import AUTO, FAMILIES, VOCAB, write_model
 
 SHARD_BYTES = 20_000
 
@@ -264,3 +264,38 @@ def test_parts_of_stored_tensors_are_read_alone(tmp_path: Path) -> None:
         assert torch.equal(reader.read("stacked", (index,)), stacked[index])
         assert torch.equal(reader.read("turned", (index, 2)), stacked[index, :, 2])
     assert torch.equal(reader.read("turned"), stacked.transpose(1, 2))
+
+
+@pytest.mark.parametrize("head", ["critic", "reward"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_run_says_which_head_its_weights_have(head: Any, tied: bool, tmp_path: Path) -> None:
+    """A critic or reward model that started from a policy, whose config.json has another head."""
+    run, start, trained = tmp_path / "run", tmp_path / "start", tmp_path / "trained"
+    more: dict[str, Any] = {"pad_token_id": 0, "tie_word_embeddings": tied}
+    write_bfloat16("llama", start, **more)
+    write_model("llama", trained, head=head, num_labels=1, **more)
+    step = run / "checkpoints" / "step_000002"
+    weights = step / "critic" if head == "critic" else step
+    convert(open_source(trained), weights, to="megatron", workers=1)
+    for path in weights.glob("*.json"):  # a training's checkpoint has no configuration with it
+        if path.name != "metadata.json":
+            path.unlink()
+    (step / "run_state.json").write_text('{"step": 2}')
+    model = {"model": {"path": str(start)}}
+    recipe = {"type": "rl", "critic": model} if head == "critic" else {"type": "reward_model"} | model
+    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    source = weights if head == "critic" else run
+    assert describe(find_place(source))["head"] == head
+    assert describe(find_place(source))["step"] == "2"
+    convert(open_source(source), tmp_path / "back", to="hf", workers=1)
+    assert_same(load(trained), load(tmp_path / "back"))
+    _, report = AUTO[head].from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(report.values()), report
+    convert(open_source(source), tmp_path / "megatron", to="megatron", workers=1)
+    assert not compare(open_source(tmp_path / "megatron"), open_source(trained), workers=1)
+    (start / "config.json").unlink()
+    with pytest.raises(RecipeError, match=f"names the (critic|model) {start}, which is not there; give the"):
+        find_place(source)
+    (run / "recipe.yaml").unlink()
+    with pytest.raises(RecipeError, match=r"recipe\.yaml names no (critic|model), or is not there; give the"):
+        find_place(source)

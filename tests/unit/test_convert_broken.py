@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -75,7 +76,7 @@ class Command:
 Break = Callable[[Path], object]
 
 HF: dict[str, tuple[Break, str]] = {
-    "no config": (lambda d: (d / "config.json").unlink(), r"cannot read .*config\.json: No such file"),
+    "no config": (lambda d: (d / "config.json").unlink(), r"has neither config\.json, as a Hugging Face directory"),
     "config is no json": (lambda d: (d / "config.json").write_text("{"), r"config\.json: line 1 is not JSON"),
     "unknown architecture": (
         lambda d: edit(d, architectures=["MambaForCausalLM"]),
@@ -230,6 +231,17 @@ def test_what_is_no_directory_is_refused(what: str, tmp_path: Path) -> None:
         open_source(tmp_path / "source")
 
 
+def test_a_directory_of_no_kind_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        RecipeError, match=r"has neither config\.json, .* nor checkpoints/, as a run; give one of these"
+    ):
+        open_source(tmp_path)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"it is a run that left no checkpoint; give .*/hf$"):
+        open_source(tmp_path)
+
+
 def test_an_existing_target_is_kept_unless_told(whole: Path, tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "precious").write_text("yes")
@@ -298,3 +310,30 @@ def test_the_tool_converts_compares_and_explains(whole: Path, tmp_path: Path) ->
     assert bad.returncode == 1
     assert bad.stderr.startswith(f"error: {tmp_path / 'none'} is not there; expected a directory")
     assert len(bad.stderr.splitlines()) == 1
+
+
+def test_logits_are_those_of_the_models_head(tmp_path: Path) -> None:
+    """Not of an untied language model's, which a critic lacks, so that transformers makes each time another."""
+    policy, critic, text = tmp_path / "policy", tmp_path / "critic", tmp_path / "text"
+    write_model("llama", policy, tie_word_embeddings=False)
+    write_model("llama", critic, head="critic", num_labels=1, tie_word_embeddings=False)
+    text.write_text("word " * 3)
+    refused = tool("verify", critic, critic, "--logits", text)
+    assert refused.stderr.endswith("--logits: neither checkpoint has a tokenizer with it; put one beside config.json\n")
+    for directory in (policy, critic):
+        vocabulary = tokenizers.models.WordLevel({"word": 7, "?": 8}, unk_token="?")
+        tokenizers.Tokenizer(vocabulary).save(str(directory / "tokenizer.json"))
+        (directory / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    same = tool("verify", critic, critic, "--logits", text)
+    assert same.returncode == 0, same.stderr
+    assert float(same.stdout.rpartition("logits: ")[2]) < 1e-6
+    other = tool("verify", policy, critic, "--logits", text)
+    assert (other.returncode, other.stderr.count("Traceback")) == (1, 0)
+    assert "a policy with 101 tokens and a critic with 101 cannot be compared" in other.stderr
+    text.write_text("")
+    assert f"--logits: {text} has no tokens" in tool("verify", critic, critic, "--logits", text).stderr
+
+
+def test_no_workers_are_refused(tmp_path: Path) -> None:
+    refused = tool("export", tmp_path, tmp_path / "target", "--workers", 0)
+    assert "'0' is no number of processes; expected 1 or more" in refused.stderr

@@ -87,6 +87,7 @@ def test_what_is_finished_is_not_done_again(sources: dict[str, Path], tmp_path: 
     seen: list[Progress] = []
     convert(open_source(sources["megatron"]), tmp_path / "target", to="hf", workers=1, progress=seen.append, **SMALL)
     assert all(progress.before > progress.total / 2 for progress in seen)
+    assert seen[0].done == seen[0].before
     assert seen[-1].done == seen[-1].total
     assert not compare(open_source(sources["hf"]), open_source(tmp_path / "target"), workers=1)
 
