@@ -48,6 +48,8 @@ class DcpReader:
             path = directory / name
             if not path.is_file():
                 raise RecipeError(f"{path}: missing, but {METADATA} names it; copy the checkpoint again")
+            if not os.access(path, os.R_OK):
+                raise RecipeError(f"{path}: cannot read: Permission denied; ask its owner for a copy")
             if path.stat().st_size < end:
                 raise RecipeError(
                     f"{path}: has {path.stat().st_size} bytes, but {METADATA} says at least {end}; copy it again"

@@ -333,6 +333,12 @@ def test_parts_that_are_not_the_tensor_are_refused(
             DcpReader(source).read(NORM)
 
 
+def test_a_file_that_may_not_be_read_is_named_before_the_work(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(RecipeError, match=r"distcp: cannot read: Permission denied; ask its owner for a copy"):
+        open_source(whole / "megatron")
+
+
 def test_blobs_of_an_old_torch_are_refused(whole: Path, tmp_path: Path) -> None:
     source = copy(whole / "megatron", tmp_path / "source")
     save_parts(source, {0: torch.ones(32)}, legacy=True)
