@@ -36,15 +36,28 @@ _TEXT_TOKENS = 512  # that the logits are compared on
 def main() -> int:
     """0: done, or equal; 1: refused or failed, or different; 130: interrupted."""
     arguments = _parser().parse_args()
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     console = Console(stderr=True)
     try:
-        return int(arguments.run(arguments, console))
+        result = int(arguments.run(arguments, console))
+        sys.stdout.flush()
+        return result
     except RecipeError as error:
-        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return _fail(console, str(error))
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        return _fail(console, f"{error.filename or 'output'}: {error.strerror}; give a path that can be used")
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on where it was", highlight=False)
         return 130
+
+
+def _fail(console: Console, message: str) -> int:
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in message)  # names may have any characters
+    console.print(f"error: {line}", markup=False, highlight=False, soft_wrap=True)
+    return 1
 
 
 def _convert(arguments: argparse.Namespace, console: Console) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable
+from multiprocessing.sharedctypes import RawArray
 
 import torch
 from torch import Tensor
@@ -31,19 +31,18 @@ def compare(
     lines += [f"{name}: only in {second.directory}" for names in sorted(others.keys() - ours) for name in names]
     units = [[p for p in unit if p.hf in others] for unit in plan_units(first)]
     total = sum(nbytes(first, parameter) for unit in units for parameter in unit)
-    done = multiprocessing.get_context("fork").Value("q", 0)
+    done = RawArray("q", len(units))  # without a lock, which a killed worker could hold for ever
 
     def work(unit: int) -> list[str]:
         found = []
         for parameter in units[unit]:
             found += _differences(first, parameter, second, others[parameter.hf])
-            with done.get_lock():
-                done.value += nbytes(first, parameter)
+            done[unit] += nbytes(first, parameter)
         return found
 
     for results in each_unit(work, range(len(units)), workers, worker_start):
         lines += [line for result in results.values() for line in result]
-        progress(Progress(done.value, total, 0))
+        progress(Progress(sum(done), total, 0))
     return lines
 
 
@@ -67,4 +66,4 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _max_difference(a: Tensor, b: Tensor) -> float:
     pieces = zip(a.reshape(-1).split(_PIECE), b.reshape(-1).split(_PIECE), strict=True)
-    return max(float((x.double() - y.double()).abs().max()) for x, y in pieces)
+    return max(float((x.double() - y.double()).abs().max()) for x, y in pieces) if a.numel() else 0.0

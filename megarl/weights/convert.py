@@ -6,12 +6,13 @@ a time, so memory does not grow with the model.
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -48,6 +49,9 @@ class Sink(Protocol):
     def begin(self) -> None:
         """Called once, before any unit."""
 
+    def has(self, unit: int, result: Any) -> bool:
+        """Whether the files in which `unit` was written, with this `result`, are still there."""
+
     def write(self, unit: int, parameters: list[Parameter], advance: Callable[[int], None]) -> Any:
         """Write these parameters and return, when they are on disk, what `finish` needs to know of them."""
 
@@ -56,12 +60,15 @@ class Sink(Protocol):
 
 
 class HfSink:
-    def __init__(self, source: Source, directory: Path, file_bytes: int = FILE_BYTES) -> None:
-        self._source, self._directory = source, directory
+    def __init__(self, source: Source, directory: Path, units: Units, file_bytes: int = FILE_BYTES) -> None:
+        self._source, self._directory, self._units = source, directory, units
         self._writer = HfWriter(directory, hf_specs(source.parameters, source.dtype), file_bytes)
 
     def begin(self) -> None:
         self._writer.create()
+
+    def has(self, unit: int, result: None) -> bool:
+        return self._writer.has(name for parameter in self._units[unit] for name in parameter.hf)
 
     def write(self, unit: int, parameters: list[Parameter], advance: Callable[[int], None]) -> None:
         for parameter in parameters:
@@ -81,6 +88,10 @@ class MegatronSink:
         self._check_dtypes()
 
     def begin(self) -> None: ...
+
+    def has(self, unit: int, result: list[tuple[int, int]]) -> bool:
+        path = self._directory / _file(unit)
+        return path.is_file() and path.stat().st_size == sum(result[-1])
 
     def write(self, unit: int, parameters: list[Parameter], advance: Callable[[int], None]) -> list[tuple[int, int]]:
         return write_chunks(self._directory / _file(unit), self._chunks(parameters, advance))
@@ -137,24 +148,27 @@ def convert(
     `worker_start` is called in each of the `workers` processes, of which a single one is this process. Raises
     RecipeError: the target is not to be written, or cannot be. What is finished then is kept for the next attempt.
     """
+    if source.directory.resolve().is_relative_to(target.parent.resolve() / target.name):
+        raise RecipeError(f"{target} has {source.directory}, which is read, in it; give another directory")
     units = plan_units(source, unit_bytes)
-    staging = Staging(target, _job(source, to=to, file_bytes=file_bytes, unit_bytes=unit_bytes), overwrite=overwrite)
+    options: dict[str, Any] = {"to": to, "file_bytes": file_bytes, "unit_bytes": unit_bytes}
+    job = _job(source, **options)
+    staging = Staging(target, job, overwrite=overwrite)
     if staging.restarted:
         say(f"{staging.path} is of another source or with other options: starting over")
     directory = staging.path
-    sink: Sink = HfSink(source, directory, file_bytes) if to == "hf" else MegatronSink(source, directory, units)
-    results = staging.finished()
+    sink: Sink = HfSink(source, directory, units, file_bytes) if to == "hf" else MegatronSink(source, directory, units)
+    results = {unit: result for unit, result in staging.finished().items() if sink.has(unit, result)}
     sizes = [sum(nbytes(source, parameter) for parameter in unit) for unit in units]
     before = sum(sizes[unit] for unit in results)
     _check_space(staging.path, sum(sizes) - before)
-    done = multiprocessing.get_context("fork").Value("q", before)
+    done = RawArray("q", len(units))  # without a lock, which a killed worker could hold for ever
 
-    def advance(count: int) -> None:
-        with done.get_lock():
-            done.value += count
+    def advance(unit: int, count: int) -> None:
+        done[unit] += count
 
     def work(unit: int) -> Any:
-        result = sink.write(unit, units[unit], advance)
+        result = sink.write(unit, units[unit], partial(advance, unit))
         staging.note(unit, result)
         return result
 
@@ -163,8 +177,10 @@ def convert(
         progress(Progress(before, sum(sizes), before))  # also where nothing is left to do
         for finished in each_unit(work, [u for u in range(len(units)) if u not in results], workers, worker_start):
             results |= finished
-            progress(Progress(done.value, sum(sizes), before))
+            progress(Progress(before + sum(done), sum(sizes), before))
         sink.finish(results)
+        if job != _job(source, **options):
+            raise RecipeError(f"{source.directory} was changed meanwhile; run the same command again")
         staging.publish()
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 import io
 import json
 import os
-import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import combinations
+from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +25,10 @@ from megarl.weights.safetensors_file import TensorSpec, read_tensor, write_bytes
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 CONFIG = "metadata.json"
+
+
+Box = tuple[Sequence[int], Sequence[int]]
+"""Where a part begins and ends, in each dimension."""
 
 
 class DcpReader:
@@ -43,6 +48,8 @@ class DcpReader:
             path = directory / name
             if not path.is_file():
                 raise RecipeError(f"{path}: missing, but {METADATA} names it; copy the checkpoint again")
+            if not os.access(path, os.R_OK):
+                raise RecipeError(f"{path}: cannot read: Permission denied; ask its owner for a copy")
             if path.stat().st_size < end:
                 raise RecipeError(
                     f"{path}: has {path.stat().st_size} bytes, but {METADATA} says at least {end}; copy it again"
@@ -57,7 +64,9 @@ class DcpReader:
         shape = stored.spec.shape[len(index) :]
         start = (*index, *[0] * len(shape))
         end = (*(i + 1 for i in index), *shape)
-        result, covered = None, 0
+        if 0 in shape:
+            return torch.empty(shape, dtype=stored.spec.dtype)
+        result, boxes = None, []
         for chunk in self._candidates(key, index):
             low = [max(a, b) for a, b in zip(start, chunk.offsets, strict=True)]
             high = [min(a, b + size) for a, b, size in zip(end, chunk.offsets, chunk.sizes, strict=True)]
@@ -66,16 +75,18 @@ class DcpReader:
             part = self._part(chunk, stored.spec.dtype, [i - o for i, o in zip(index, chunk.offsets, strict=False)])
             box = [slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True)]
             part = part[tuple(box[len(index) :])]
-            covered += part.numel()
             if part.shape == shape:
                 return part
+            boxes.append((low, high))
             if result is None:
                 result = torch.empty(shape, dtype=stored.spec.dtype)
             there = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start, strict=True))
             result[there[len(index) :]] = part
-        if result is None or covered != result.numel():
+        covered = sum(prod(b - a for a, b in zip(low, high, strict=True)) for low, high in boxes)
+        if result is None or covered != result.numel() or any(_overlap(*pair) for pair in combinations(boxes, 2)):
             raise RecipeError(
-                f"{self._directory}: {key} is not whole: its parts have {covered} elements, the tensor {shape} does not"
+                f"{self._directory}: {key} {shape} is not whole: its parts have {covered} elements, and leave some out"
+                " or overlap; copy the checkpoint again"
             )
         return result
 
@@ -99,19 +110,25 @@ class DcpReader:
                 part: Any = _Part(file, chunk.start, chunk.length)
                 # a tensor without elements, which knows where in the file they are
                 blob = torch.load(part, map_location="meta", weights_only=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # noqa: BLE001  damaged bytes raise whatever they happen to mean
             what = str(error).splitlines()[0][:120] if str(error) else repr(error)
             raise RecipeError(f"{path}: damaged at byte {chunk.start} ({what}); copy the checkpoint again") from None
         if not isinstance(blob, Tensor) or (blob.dtype, tuple(blob.shape)) != (dtype, chunk.sizes):
             raise RecipeError(f"{path}: byte {chunk.start} is not a {dtype} tensor {chunk.sizes}, as {METADATA} says")
         elements, depth = blob.untyped_storage()._checkpoint_offset, len(index)
-        assert elements is not None, "torch.load to meta says where"
+        if elements is None:
+            raise RecipeError(f"{path}: byte {chunk.start} is of a torch before 1.6; save it with a newer one")
         # in plain numbers: the first operation on a meta tensor loads modules for a second
         shape, strides = blob.shape[depth:], blob.stride()[depth:]
         skipped = int(blob.storage_offset()) + sum(i * stride for i, stride in zip(index, blob.stride(), strict=False))
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         start = chunk.start + elements + skipped * dtype.itemsize
         return read_tensor(path, start, TensorSpec(dtype, (extent,))).as_strided(shape, strides)
+
+
+def _overlap(first: Box, second: Box) -> bool:
+    ranges = zip(*first, *second, strict=True)
+    return all(max(low, other_low) < min(high, other_high) for low, high, other_low, other_high in ranges)
 
 
 def write_chunks(path: Path, tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -142,9 +159,9 @@ def _without_checksums() -> Iterator[None]:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """The file's error behind one of torch's, or that one itself."""
+    """The file's error or the interruption behind one of torch's, or that one itself."""
     behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):
+    while behind is not None and not isinstance(behind, OSError | KeyboardInterrupt):
         behind = behind.__context__
     return behind or error
 
@@ -157,7 +174,9 @@ def write_checkpoint(directory: Path, chunks: Iterable[tuple[str, TensorSpec, Ch
         specs[key] = spec
         boxes.setdefault(key, []).append(chunk)
     write_metadata(directory, {key: StoredTensor(spec, tuple(boxes[key])) for key, spec in specs.items()})
-    torch.save({}, directory / "common.pt")
+    common = io.BytesIO()  # torch's own writing to a file makes of a full disk an error that does not say so
+    torch.save({}, common)
+    (directory / "common.pt").write_bytes(common.getvalue())
     (directory / CONFIG).write_text(json.dumps(BACKEND | _COMMON))
 
 
@@ -167,7 +186,7 @@ def _check_backend(path: Path) -> None:
         found = {name: found.get(name) for name in BACKEND}
     except OSError as error:
         raise RecipeError(f"{path}: cannot read: {error.strerror}; is it a whole Megatron checkpoint?") from None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise RecipeError(f"{path}: not JSON; copy the checkpoint again") from None
     if found != BACKEND:
         raise RecipeError(f"{path}: the checkpoint is of {found}; only {BACKEND} is supported")

@@ -69,6 +69,15 @@ class StoredTensor:
     spec: TensorSpec
     chunks: tuple[Chunk, ...]
 
+    def has(self, chunk: Chunk) -> bool:
+        """Whether `chunk` is a box within the tensor, at a place that can be."""
+        numbers = (*self.spec.shape, *chunk.offsets, *chunk.sizes, chunk.start, chunk.length)
+        return (
+            all(type(n) is int and n >= 0 for n in numbers)
+            and len(self.spec.shape) == len(chunk.offsets) == len(chunk.sizes)
+            and all(o + n <= whole for o, n, whole in zip(chunk.offsets, chunk.sizes, self.spec.shape, strict=True))
+        )
+
 
 def read_metadata(directory: Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by key. Raises RecipeError: no `.metadata`, or one that is damaged or not torch's."""
@@ -111,7 +120,10 @@ def _stored(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex,
         if Path(info.relative_path).name != info.relative_path:
             raise RecipeError(f"names the file {info.relative_path!r:.80}, which is not in the directory")
         chunks.append(Chunk(tuple(box.offsets), tuple(box.sizes), info.relative_path, info.offset, info.length))
-    return StoredTensor(TensorSpec(entry.properties.dtype, tuple(entry.size)), tuple(chunks))
+    stored = StoredTensor(TensorSpec(entry.properties.dtype, tuple(entry.size)), tuple(chunks))
+    if not isinstance(key, str) or not isinstance(stored.spec.dtype, torch.dtype) or not all(map(stored.has, chunks)):
+        raise RecipeError(f"damaged: {key!r:.80} is not a tensor with its parts; copy the checkpoint again")
+    return stored
 
 
 class _Unpickler(pickle.Unpickler):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.config import RecipeError
-from megarl.weights.safetensors_file import SafetensorsFile, TensorSpec
+from megarl.weights.safetensors_file import SafetensorsFile, TensorSpec, without_repeats
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SCALE = "_scale_inv"
@@ -107,11 +108,11 @@ def _open(directory: Path) -> tuple[list[SafetensorsFile], dict[str, Safetensors
         single = SafetensorsFile(directory / SINGLE)
         return [single], dict.fromkeys(single.specs, single)
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        weight_map: dict[str, str] = json.loads(index.read_text(), object_pairs_hook=without_repeats)["weight_map"]
         names = sorted(set(weight_map.values()))
         if any(Path(name).name != name for name in names):
             raise ValueError("a file name with a folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RecipeError(f"{index}: cannot read the index: {error!r:.120}; copy or download it again") from None
     if missing := [name for name in names if not (directory / name).exists()]:
         raise RecipeError(f"{directory}: {len(missing)} of {len(names)} weight files are missing: {shorten(missing)}")
@@ -119,7 +120,10 @@ def _open(directory: Path) -> tuple[list[SafetensorsFile], dict[str, Safetensors
     for tensor, name in weight_map.items():
         if tensor not in files[name].specs:
             raise RecipeError(f"{index}: says that {tensor} is in {name}, which does not have it")
-    if unlisted := sorted({name for file in files.values() for name in file.specs} - weight_map.keys()):
+    stored = Counter(name for file in files.values() for name in file.specs)
+    if twice := sorted(name for name, count in stored.items() if count > 1):
+        raise RecipeError(f"{directory}: several files have {shorten(twice)}; remove what is not the model's")
+    if unlisted := sorted(stored.keys() - weight_map.keys()):
         raise RecipeError(f"{index}: does not list {shorten(unlisted)}, which the files have")
     return list(files.values()), {tensor: files[name] for tensor, name in weight_map.items()}
 

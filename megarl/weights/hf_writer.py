@@ -53,6 +53,12 @@ class HfWriter:
                 file.write(header)
                 file.truncate(self._sizes[name])
 
+    def has(self, names: Iterable[str]) -> bool:
+        """Whether the files for the tensors `names` are there, of their final sizes."""
+        files = {self._places[split_index(name)[0]][0] for name in names}
+        paths = {self._directory / file: self._sizes[file] for file in files}
+        return all(path.is_file() and path.stat().st_size == size for path, size in paths.items())
+
     def write(self, name: str, tensor: Tensor) -> None:
         """Write the tensor `name`, or with an index one slice of it, into its place."""
         whole, index = split_index(name)

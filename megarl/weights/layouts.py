@@ -55,6 +55,9 @@ class Replicated(EngineLayout):
     def to_hf(self, whole: Tensor) -> list[Tensor]:
         return [whole]
 
+    def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+        return shapes[0]
+
     def shard(self, whole: Tensor, rank: int, size: int) -> Tensor:
         return whole
 

@@ -69,7 +69,7 @@ class SafetensorsFile:
                         f"{path}: cannot read the header: {size} bytes in all, and the first 8 say {length} bytes of"
                         f" header; {_AGAIN}"
                     )
-                header = json.loads(file.read(length))
+                header = json.loads(file.read(length), object_pairs_hook=without_repeats)
         except OSError as error:
             raise RecipeError(f"{path}: cannot read the weights: {error.strerror}; {_AGAIN}") from None
         except (ValueError, RecursionError) as error:
@@ -88,6 +88,16 @@ class SafetensorsFile:
             spec = TensorSpec(spec.dtype, spec.shape[1:])
             start += index * spec.nbytes
         return read_tensor(self.path, start, spec)
+
+
+def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, for `object_pairs_hook`. Raises ValueError: it has a name twice, of which one would win."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.120} comes twice")
+        found[name] = value
+    return found
 
 
 def read_tensor(path: Path, start: int, spec: TensorSpec) -> Tensor:
@@ -164,9 +174,10 @@ def _parse(path: Path, header: Any) -> tuple[dict[str, TensorSpec], dict[str, in
         if name == "__metadata__":
             continue
         try:
-            spec = TensorSpec(DTYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"]))
+            spec = TensorSpec(DTYPES[entry["dtype"]], tuple(entry["shape"]))
             starts[name], end = entry["data_offsets"]
-            if starts[name] < 0 or end - starts[name] != spec.nbytes:
+            numbers = [*spec.shape, starts[name], end]
+            if any(type(n) is not int or n < 0 for n in numbers) or end - starts[name] != spec.nbytes:
                 raise ValueError
         except (KeyError, TypeError, ValueError):
             expected = f"a dtype of {', '.join(DTYPES)}, a shape, and offsets that fit them"

@@ -103,13 +103,20 @@ class MegatronSource:
         extra_parameters = [extra_parameter(name, stored[EXTRA + name].spec.shape) for name in extras]
         self.parameters = [*model_parameters(self.shape, 1), *extra_parameters]
         self._places = {parameter.megatron: self._place(parameter) for parameter in self.parameters}
-        used = {key for key, _ in self._places.values()}
-        unknown = [key for key in stored if key not in used and not _is_optimizer(key)]
+        last = dict(self._places.values())  # of each key, as parameters come in order
+        unknown = [key for key in stored if key not in last and not _is_optimizer(key)]
         if unknown:
             raise RecipeError(
                 f"{directory}: {_tensors(sorted(unknown))} not of a {self.shape.family} model as {config}/config.json"
                 " describes it; give the config of the model that was saved"
             )
+        for key, index in last.items():
+            found, expected = stored[key].spec.shape[: len(index)], tuple(i + 1 for i in index)
+            if found != expected:
+                raise RecipeError(
+                    f"{directory}: {key} stacks {found} layers or experts, but {config}/config.json says {expected};"
+                    " give the config of the model that was saved"
+                )
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         return self.reader.tensors[self._places[parameter.megatron][0]].spec.dtype

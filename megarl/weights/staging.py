@@ -29,13 +29,15 @@ class Staging:
 
         Raises RecipeError: `target` exists and is not to be overwritten, cannot be written, or is being written.
         """
+        if not target.name:
+            raise RecipeError(f"{target} cannot be written; give another directory")
         self.target, self.path = target, target.with_name(target.name + ".partial")
         self._notes = self.path / _NOTES
-        if target.exists() and not overwrite:
-            raise RecipeError(f"{target} exists; give another directory, or --overwrite to replace it")
         try:
+            _check_target(target, overwrite)
             self._notes.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(self._notes / "lock", self.path)
+            _check_target(target, overwrite)  # another process may have just made it
             self.restarted = self._prepare(json.loads(json.dumps(job)))
         except OSError as error:
             raise RecipeError(f"{self.path} cannot be written: {error.strerror}; give another directory") from None
@@ -50,7 +52,6 @@ class Staging:
 
     def publish(self) -> None:
         """Make the partial directory the target."""
-        shutil.rmtree(self._notes)
         publish(self.path, self.target)
         self._lock.close()
 
@@ -79,8 +80,17 @@ def publish(aside: Path, target: Path) -> None:
     if target.exists():
         target.rename(old)
     aside.rename(target)
+    # not before: without the lock another process would begin in this directory, and a failure would cost all
+    shutil.rmtree(target / _NOTES, ignore_errors=True)
     _sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _check_target(target: Path, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise RecipeError(f"{target} is a file or a link, which is not replaced; give another directory")
+    if target.exists() and not overwrite:
+        raise RecipeError(f"{target} exists; give another directory, or --overwrite to replace it")
 
 
 def _lock(file: Path, directory: Path) -> TextIO:

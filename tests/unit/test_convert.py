@@ -158,6 +158,11 @@ def test_the_older_form_with_stacked_layers_is_read(family: str, tmp_path: Path)
     checkpoint = save_by_torch(stacked, source, tmp_path / "saved")
     convert(open_source(checkpoint), tmp_path / "back", to="hf", workers=1)
     assert_same(load(source), load(tmp_path / "back"))
+    config = json.loads((source / "config.json").read_text())
+    fewer = {"num_hidden_layers": config["num_hidden_layers"] - 1, "layer_types": None}
+    (checkpoint / "config.json").write_text(json.dumps(config | fewer))
+    with pytest.raises(RecipeError, match=r"stacks \(\d+,.*\) layers or experts, but .*config\.json says"):
+        open_source(checkpoint)
 
 
 def quantize(source: Path, block: int = 16) -> dict[str, Tensor]:
@@ -203,6 +208,22 @@ def test_prediction_layers_are_kept(tmp_path: Path) -> None:
     add_tensors(source, {name: torch.randn(6, 5).bfloat16() for name in names})
     assert_same(load(source), load(there_and_back(source, tmp_path)))
     assert describe(find_place(tmp_path / "megatron"))["extras"].startswith("2 tensors")
+
+
+@pytest.mark.parametrize("shape", [(), (0, 5), (1,)])
+def test_prediction_layers_of_any_shape_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
+    source = write_bfloat16("deepseek_v3", tmp_path / "source", tie_word_embeddings=False)
+    add_tensors(source, {"model.layers.4.any": torch.ones(shape)})
+    assert_same(load(source), load(there_and_back(source, tmp_path)))
+
+
+def test_every_bit_is_kept(tmp_path: Path) -> None:
+    """All values of bfloat16: payloads of NaNs, infinities, denormals."""
+    source = write_bfloat16("llama", tmp_path / "source", vocab_size=2048)
+    add_tensors(source, {"model.embed_tokens.weight": torch.arange(65536).short().view(2048, 32).view(torch.bfloat16)})
+    back = there_and_back(source, tmp_path)
+    first, second = (load(path)["model.embed_tokens.weight"].view(torch.int16) for path in (source, back))
+    assert torch.equal(first, second)
 
 
 def test_a_copy_of_a_tied_embedding_is_kept(tmp_path: Path) -> None:

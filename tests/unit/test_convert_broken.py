@@ -6,10 +6,13 @@ import fcntl
 import json
 import os
 import pickle
+import random
 import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace as replace_fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,17 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from megarl.config import RecipeError
-from megarl.weights import convert, open_source
+from megarl.weights import Progress, convert, open_source
+from megarl.weights.dcp import DcpReader
 from megarl.weights.hf import INDEX, SINGLE
 from tests.families import write_model
 
 ROOT = Path(__file__).resolve().parents[2]
 UP = "model.layers.0.mlp.up_proj.weight"
+NORM = "decoder.final_layernorm.weight"
 PART = "model-00002-of-"
 
 
@@ -43,6 +49,10 @@ def replace(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
 
 def part(directory: Path) -> Path:
     return next(directory.glob(f"{PART}*"))
+
+
+def last(directory: Path) -> Path:
+    return max(directory.glob("model-*"))
 
 
 def cut(path: Path, by: int = 1) -> None:
@@ -75,6 +85,24 @@ class Command:
 
 Break = Callable[[Path], object]
 
+
+def edit_header(directory: Path, change: Callable[[bytes], bytes]) -> None:
+    raw = (directory / SINGLE).read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = change(raw[8:end])
+    (directory / SINGLE).write_bytes(len(header).to_bytes(8, "little") + header + raw[end:])
+
+
+def edit_metadata(directory: Path, change: Callable[[Any], object]) -> None:
+    metadata = pickle.loads((directory / ".metadata").read_bytes())  # noqa: S301  our own
+    change(metadata)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def norm_storage(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == NORM)
+
+
 HF: dict[str, tuple[Break, str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), r"has neither config\.json, as a Hugging Face directory"),
     "config is no json": (lambda d: (d / "config.json").write_text("{"), r"config\.json: line 1 is not JSON"),
@@ -93,6 +121,18 @@ HF: dict[str, tuple[Break, str]] = {
     "wrong offsets": (
         lambda d: overwrite(d / SINGLE, b"9", at=(d / SINGLE).read_bytes().index(b'"data_offsets":[') + 16),
         r"safetensors: (header entry|tensor) .*(expected|starts)",
+    ),
+    "infinite shape": (
+        lambda d: edit_header(d, lambda header: header.replace(b"[48,32]", b"[1e999,32]")),
+        r"safetensors: header entry .*inf.*; expected a dtype of",
+    ),
+    "fractional shape": (
+        lambda d: edit_header(d, lambda header: header.replace(b"[48,32]", b"[48.5,32]")),
+        r"safetensors: header entry .*48\.5.*; expected a dtype of",
+    ),
+    "a tensor twice in the header": (
+        lambda d: edit_header(d, lambda header: header.replace(b"{", b'{"%b":{},' % UP.encode(), 1)),
+        rf"safetensors: the header is not JSON \('{UP}' comes twice\)",
     ),
     "wrong shape": (
         lambda d: replace(d, UP, torch.zeros(48, 31)),
@@ -147,6 +187,15 @@ SHARDED: dict[str, tuple[Break, str]] = {
         lambda d: edit_index(d, **{UP: None}),
         f"{INDEX}: does not list {UP}, which the files",
     ),
+    "a tensor in two files": (
+        lambda d: save_file(load_file(last(d)) | {UP: torch.zeros(48, 32)}, last(d)),
+        f"several files have {UP}; remove what is not",
+    ),
+    "index names a tensor twice": (
+        lambda d: (d / INDEX).write_text((d / INDEX).read_text().replace("{", '{"weight_map": {},', 1)),
+        rf"{INDEX}: cannot read the index: .*'weight_map' comes twice",
+    ),
+    "index nested without end": (lambda d: (d / INDEX).write_text("[" * 100_000), f"{INDEX}: cannot read the index"),
     "index leads elsewhere": (lambda d: edit_index(d, extra="../other"), f"{INDEX}: cannot read the index"),
 }
 
@@ -158,6 +207,31 @@ MEGATRON: dict[str, tuple[Break, str]] = {
         lambda d: forge(d, Command()),
         r"\.metadata: asks for posix\.system, which has no place there and could run any code; not loaded",
     ),
+    "metadata with a name that is none": (
+        lambda d: edit_metadata(d, lambda m: m.state_dict_metadata.update({b"x": m.state_dict_metadata[NORM]})),
+        r"\.metadata: damaged",
+    ),
+    "metadata with a dtype that is none": (
+        lambda d: edit_metadata(d, lambda m: setattr(m.state_dict_metadata[NORM].properties, "dtype", "float32")),
+        rf"\.metadata: damaged: '{NORM}' is not a tensor with its parts",
+    ),
+    **{
+        f"metadata with a part at {start!r}": (
+            lambda d, start=start: edit_metadata(d, lambda m: setattr(norm_storage(m), "offset", start)),
+            rf"\.metadata: damaged: '{NORM}' is not a tensor with its parts",
+        )
+        for start in (-7, "x", 1.5)
+    },
+    **{
+        f"metadata with a part of {sizes}": (
+            lambda d, sizes=sizes: edit_metadata(
+                d, lambda m: setattr(m.state_dict_metadata[NORM].chunks[0], "sizes", sizes)
+            ),
+            rf"\.metadata: damaged: '{NORM}' is not a tensor with its parts",
+        )
+        for sizes in ((32, 1), (-32,), ("a",), (64,))
+    },
+    "backend nested without end": (lambda d: (d / "metadata.json").write_text("[" * 100_000), "not JSON; copy"),
     "no backend": (lambda d: (d / "metadata.json").unlink(), r"metadata\.json: cannot read: No such file"),
     "another backend": (
         lambda d: (d / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
@@ -223,6 +297,71 @@ def test_damage_inside_a_file_is_named(whole: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "target").exists()
 
 
+def save_parts(directory: Path, parts: dict[int, torch.Tensor], legacy: bool = False) -> None:
+    """Make the final norm one of `parts`, each with where it begins."""
+    metadata = pickle.loads((directory / ".metadata").read_bytes())  # noqa: S301  our own
+    like, storage = norm_storage(metadata), metadata.storage_data
+    metadata.state_dict_metadata[NORM].chunks[:] = [
+        ChunkStorageMetadata(torch.Size([start]), part.shape) for start, part in parts.items()
+    ]
+    for start, part in parts.items():
+        path = directory / f"__{start + 90}_0.distcp"
+        torch.save(part, path, _use_new_zipfile_serialization=not legacy)
+        more = {"relative_path": path.name, "offset": 0, "length": path.stat().st_size}
+        storage[MetadataIndex(NORM, torch.Size([start]))] = replace_fields(like, **more)
+    (directory / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("starts", "message"),
+    [
+        ((0, 16), None),
+        ((0,), "parts have 16 elements, and leave some out or overlap; copy"),
+        ((0, 8), "parts have 32 elements, and leave some out or overlap; copy"),
+    ],
+    ids=["whole", "gap", "overlap and gap"],
+)
+def test_parts_that_are_not_the_tensor_are_refused(
+    starts: tuple[int, ...], message: str | None, whole: Path, tmp_path: Path
+) -> None:
+    source = copy(whole / "megatron", tmp_path / "source")
+    norm = load_file(whole / "hf" / SINGLE)["model.norm.weight"]
+    save_parts(source, {start: norm[start : start + 16].clone() for start in starts})
+    if message is None:
+        assert torch.equal(DcpReader(source).read(NORM), norm)
+    else:
+        with pytest.raises(RecipeError, match=message):
+            DcpReader(source).read(NORM)
+
+
+def test_a_file_that_may_not_be_read_is_named_before_the_work(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    with pytest.raises(RecipeError, match=r"distcp: cannot read: Permission denied; ask its owner for a copy"):
+        open_source(whole / "megatron")
+
+
+def test_blobs_of_an_old_torch_are_refused(whole: Path, tmp_path: Path) -> None:
+    source = copy(whole / "megatron", tmp_path / "source")
+    save_parts(source, {0: torch.ones(32)}, legacy=True)
+    with pytest.raises(RecipeError, match=r"__90_0\.distcp: byte 0 is of a torch before 1\.6"):
+        DcpReader(source).read(NORM)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_any_damage_of_a_blob_is_named(whole: Path, tmp_path: Path) -> None:
+    """Or else is in the elements alone, or in what nobody reads."""
+    source, dice = copy(whole / "megatron", tmp_path / "source"), random.Random(0)
+    reader = DcpReader(source)
+    chunk = reader.tensors[NORM].chunks[0]
+    file = source / chunk.file
+    before = file.read_bytes()
+    for _ in range(500):
+        file.write_bytes(before)
+        overwrite(file, dice.randbytes(1), at=chunk.start + dice.randrange(chunk.length))
+        with suppress(RecipeError):
+            assert reader.read(NORM).shape == (32,)
+
+
 @pytest.mark.parametrize("what", ["file", "nothing"])
 def test_what_is_no_directory_is_refused(what: str, tmp_path: Path) -> None:
     if what == "file":
@@ -252,6 +391,38 @@ def test_an_existing_target_is_kept_unless_told(whole: Path, tmp_path: Path) -> 
     convert(open_source(whole / "hf"), tmp_path / "target", to="hf", workers=1, overwrite=True)
     assert not (tmp_path / "target" / "precious").exists()
     assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "link to nothing"])
+def test_a_target_that_is_no_directory_is_not_replaced(kind: str, whole: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    if kind == "file":
+        target.write_text("precious")
+    else:
+        target.symlink_to(whole if kind == "link" else tmp_path / "none")
+    with pytest.raises(RecipeError, match="target is a file or a link, which is not replaced; give another directory"):
+        convert(open_source(whole / "hf"), target, to="hf", workers=1, overwrite=True)
+    assert os.listdir(tmp_path) == ["target"]
+
+
+@pytest.mark.parametrize("above", [".", ".."])
+def test_a_target_that_has_the_source_is_refused(above: str, whole: Path, tmp_path: Path) -> None:
+    source = copy(whole / "hf", tmp_path / "source")
+    with pytest.raises(RecipeError, match="which is read, in it; give another directory"):
+        convert(open_source(source), (source / above).resolve(), to="hf", workers=1, overwrite=True)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_a_source_that_changes_meanwhile_is_refused(whole: Path, tmp_path: Path) -> None:
+    source = copy(whole / "hf", tmp_path / "source")
+
+    def change(progress: Progress) -> None:
+        os.utime(source / SINGLE)
+
+    with pytest.raises(RecipeError, match="source was changed meanwhile; run the same command again"):
+        convert(open_source(source), tmp_path / "target", to="hf", workers=1, progress=change)
+    assert not (tmp_path / "target").exists()
+    convert(open_source(source), tmp_path / "target", to="hf", workers=1)
 
 
 def test_a_target_in_a_file_cannot_be_written(whole: Path, tmp_path: Path) -> None:
@@ -334,6 +505,29 @@ def test_logits_are_those_of_the_models_head(tmp_path: Path) -> None:
     assert f"--logits: {text} has no tokens" in tool("verify", critic, critic, "--logits", text).stderr
 
 
-def test_no_workers_are_refused(tmp_path: Path) -> None:
-    refused = tool("export", tmp_path, tmp_path / "target", "--workers", 0)
-    assert "'0' is no number of processes; expected 1 or more" in refused.stderr
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "two\nlines \udcff"], r"error: two\nlines \udcff is not there"),
+        (["inspect", "long" * 100], "File name too long; give a path that can be used"),
+        (["export", "{hf}", "/"], "error: / has {hf}, which is read, in it; give another directory"),
+        (["export", "{hf}", "{tmp}/" + "long" * 100], "File name too long; give another directory"),
+        (["export", "{hf}", "{tmp}/target", "--workers", "0"], "'0' is no number of processes; expected 1 or more"),
+    ],
+)
+def test_the_tool_ends_with_one_plain_line(arguments: list[str], message: str, whole: Path, tmp_path: Path) -> None:
+    places = {"hf": str(whole / "hf"), "tmp": str(tmp_path)}
+    done = tool(*(argument.format(**places) for argument in arguments))
+    assert done.returncode in (1, 2)
+    assert message.format(**places) in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_tool_ends_when_nobody_reads_on(whole: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, ROOT / "tools/convert_checkpoint.py", "inspect", whole / "hf"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
