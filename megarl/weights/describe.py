@@ -18,10 +18,12 @@ def describe(place: Place) -> dict[str, str]:
         dtypes[str(source.dtype(parameter)).removeprefix("torch.")] += nbytes(source, parameter)
     extras = [parameter.hf[0] for parameter in source.parameters if parameter.megatron == f"hf.{parameter.hf[0]}"]
     size = sum(path.stat().st_size for path in place.weights.iterdir() if path.is_file())
+    layout = [f"{name} {value}" for name, value in place.layout.items() if type(value) is int and value > 1]
     about = {
         "directory": str(place.weights),
         "kind": "Megatron distributed checkpoint" if place.megatron else "Hugging Face directory",
         "step": "" if place.step is None else str(place.step),
+        "layout of the run": ", ".join(layout),
         "configuration": str(place.config) if place.megatron else "",
         "family": shape.family,
         "head": shape.head.name,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from megarl.weights.sources import HfSource, MegatronSource, Source
 
 @dataclass(frozen=True)
 class Place:
-    """Where the weights lie, where the config.json of a Megatron checkpoint, and its step if a run saved it.
+    """Where the weights lie, where the config.json of a Megatron checkpoint, and its step and layout if a run saved it.
 
     `head` is that of the weights where `config` may be of the model that they started from; None: the one of `config`.
     """
@@ -29,6 +30,7 @@ class Place:
     megatron: bool
     step: int | None = None
     head: HeadName | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_place(directory: Path, config: Path | None = None) -> Place:
@@ -46,15 +48,17 @@ def find_place(directory: Path, config: Path | None = None) -> Place:
     of_critic = weights.name == _CRITIC and (weights.parent / _STATE).exists()
     saved = weights.parent if of_critic else weights
     step, head = _step(saved), None
+    layout: Mapping[str, Any] = {}
     if step is not None:
         run = saved.parent.parent
         recipe = _recipe(run)
         head = _head(recipe, of_critic)
+        layout = (recipe.get("layout") if isinstance(recipe, dict) else None) or {}
         config = config or _config_of_run(run, recipe, of_critic)
     config = config or weights
     if not (config / "config.json").exists():
         raise RecipeError(f"{config} has no config.json; give the model's Hugging Face directory with --config")
-    return Place(weights, config, megatron=True, step=step, head=head)
+    return Place(weights, config, megatron=True, step=step, head=head, layout=layout)
 
 
 def open_source(directory: Path, config: Path | None = None) -> Source:

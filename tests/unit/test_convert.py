@@ -304,10 +304,12 @@ def test_a_run_says_which_head_its_weights_have(head: Any, tied: bool, tmp_path:
     (step / "run_state.json").write_text('{"step": 2}')
     model = {"model": {"path": str(start)}}
     recipe = {"type": "rl", "critic": model} if head == "critic" else {"type": "reward_model"} | model
-    (run / "recipe.yaml").write_text(json.dumps(recipe))
+    layout = {"tensor": 2, "pipeline": 1, "expert": 4, "recompute": "none", "overlap": True}
+    (run / "recipe.yaml").write_text(json.dumps(recipe | {"layout": layout}))
     source = weights if head == "critic" else run
     assert describe(find_place(source))["head"] == head
     assert describe(find_place(source))["step"] == "2"
+    assert describe(find_place(source))["layout of the run"] == "tensor 2, expert 4"
     convert(open_source(source), tmp_path / "back", to="hf", workers=1)
     assert_same(load(trained), load(tmp_path / "back"))
     _, report = AUTO[head].from_pretrained(tmp_path / "back", output_loading_info=True)
