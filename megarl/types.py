@@ -57,10 +57,14 @@ class Trajectory(msgspec.Struct):
 
 
 class Group(msgspec.Struct):
-    """All samples of one prompt; the unit that enters and leaves the transfer queue."""
+    """All samples of one prompt; the unit that enters and leaves the transfer queue.
+
+    `greedy_reward` is that of its greedy answer, where it was asked for.
+    """
 
     prompt: Prompt
     trajectories: list[Trajectory]
+    greedy_reward: float | None = None
 
     @property
     def oldest_version(self) -> WeightVersion:

@@ -7,7 +7,7 @@ from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.normalize import token_weights
 from megarl.algorithms.preference import bradley_terry
 from megarl.algorithms.registry import ADVANTAGES, LOSSES, find
-from megarl.algorithms.shaping import informative_groups, overlong_penalty
+from megarl.algorithms.shaping import overlong_penalty
 
 __all__ = [
     "ADVANTAGES",
@@ -18,7 +18,6 @@ __all__ = [
     "bradley_terry",
     "find",
     "importance_weights",
-    "informative_groups",
     "kl_estimate",
     "overlong_penalty",
     "token_weights",

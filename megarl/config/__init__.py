@@ -12,6 +12,7 @@ from megarl.config.algorithm import (
     ImportanceCorrection,
     Own,
     ReinforcePlusPlusAdvantage,
+    RemaxAdvantage,
     SequenceMean,
     TokenMean,
 )
@@ -41,6 +42,7 @@ from megarl.config.model import (
 )
 from megarl.config.placement import TrainPlace, engine_leaders, train_place
 from megarl.config.recipe import (
+    AllGroups,
     AnyRecipe,
     Checkpoint,
     CosineSchedule,
@@ -48,6 +50,7 @@ from megarl.config.recipe import (
     Evaluation,
     ExactMatch,
     ExpertBalance,
+    InformativeGroups,
     Layout,
     MathVerify,
     Model,
@@ -66,6 +69,7 @@ __all__ = [
     "Activation",
     "AdaptiveKl",
     "Algorithm",
+    "AllGroups",
     "AnyRecipe",
     "Checkpoint",
     "ClampedSwiglu",
@@ -82,6 +86,7 @@ __all__ = [
     "Head",
     "HeadName",
     "ImportanceCorrection",
+    "InformativeGroups",
     "LatentAttention",
     "Layout",
     "LinearScaling",
@@ -96,6 +101,7 @@ __all__ = [
     "PolicyHead",
     "RecipeError",
     "ReinforcePlusPlusAdvantage",
+    "RemaxAdvantage",
     "RewardHead",
     "RewardModel",
     "RewardModelRecipe",

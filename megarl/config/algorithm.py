@@ -41,6 +41,11 @@ class OpoAdvantage(Section):
     """Rewards less the group's mean weighted by length (arXiv 2505.23585)."""
 
 
+class RemaxAdvantage(Section):
+    type: Literal["remax"]
+    """Rewards less that of the greedy answer, which each prompt is asked for, too (arXiv 2310.10505)."""
+
+
 class PassAtKAdvantage(Section):
     type: Literal["pass_at_k"]
     """The reward is that of the best of k samples (arXiv 2508.10751); a sample is right if its reward is above 0."""
@@ -180,6 +185,7 @@ class Algorithm(Section):
         | DrGrpoAdvantage
         | RlooAdvantage
         | OpoAdvantage
+        | RemaxAdvantage
         | PassAtKAdvantage
         | ReinforcePlusPlusAdvantage
         | GaeAdvantage

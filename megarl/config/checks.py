@@ -5,10 +5,10 @@ Called on the login node by a dry run and by every rank before anything is built
 
 from __future__ import annotations
 
-from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage
+from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AnyRecipe, Critic, Layout, RlRecipe, SftBatch
+from megarl.config.recipe import AnyRecipe, Critic, InformativeGroups, Layout, RewardModel, RlRecipe, SftBatch
 
 _MOST_NAMED = 64
 
@@ -140,6 +140,13 @@ def _algorithm(recipe: RlRecipe) -> list[str]:
             f"algorithm.advantage.k: {algorithm.advantage.k} is more than batch.group_size ({recipe.batch.group_size});"
             " make it smaller"
         )
+    if isinstance(algorithm.advantage, RemaxAdvantage) and isinstance(recipe.reward.model, RewardModel):
+        problems.append("algorithm.advantage: remax scores greedy answers by the rule alone; leave out reward.model")
+    sampling = recipe.batch.sampling
+    if isinstance(sampling, InformativeGroups) and sampling.low >= sampling.high:
+        problems.append("batch.sampling: low must be below high")
+    if isinstance(sampling, InformativeGroups) and not recipe.reward.rule_weight:
+        problems.append("batch.sampling: informative asks the rule, which reward.rule_weight=0 leaves out; use all")
     if algorithm.kl.where == "reward" and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.where: reward says what a coefficient of 0 does; set algorithm.kl.coefficient")
     if isinstance(algorithm.kl.control, AdaptiveKl) and not algorithm.kl.coefficient:

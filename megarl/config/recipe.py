@@ -147,11 +147,29 @@ class RlData(Section):
     """JSON lines of the same form, held out; for the evaluations."""
 
 
+class AllGroups(Section):
+    type: Literal["all"] = "all"
+    """The step's prompts in their order, whatever their samples are worth."""
+
+
+class InformativeGroups(Section):
+    type: Literal["informative"]
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): groups that are all right or all wrong are replaced."""
+    low: Fraction = 0.0
+    """A group is taken if more than this share of its samples scores above 0 by the rule."""
+    high: Fraction = 1.0
+    """And less than this."""
+    waves: Annotated[int, Field(ge=2, le=100)] = 3
+    """How often a step asks `prompts` new prompts at most; a step has the next waves x prompts rows for that."""
+
+
 class RlBatch(Section):
     prompts: PositiveInt
     """Prompts in one step; each makes one group."""
     group_size: GroupSize
     """Samples of each prompt."""
+    sampling: AllGroups | InformativeGroups = Field(default=AllGroups(), discriminator="type")
+    """Which groups a step takes."""
     max_tokens_per_rank: PositiveInt = 8192
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 

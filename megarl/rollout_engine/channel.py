@@ -28,9 +28,10 @@ class Evaluate(msgspec.Struct, tag=True):
 
 
 class Taken(msgspec.Struct, tag=True):
-    """`generation_s` is the time from the Generate until the last group was scored."""
+    """`generation_s` is the time from the Generate until the last group was scored, `asked` the prompts it took."""
 
     groups: list[Group]
+    asked: int
     generation_s: float
     reward_timeouts: int
     reward_crashes: int

@@ -11,7 +11,9 @@ import itertools
 import time
 from typing import Any, Protocol
 
-from megarl.config import RlRecipe
+import msgspec
+
+from megarl.config import AllGroups, InformativeGroups, RemaxAdvantage, RlRecipe
 from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
@@ -46,7 +48,7 @@ class Coordinator:
         self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
         self._test = PromptSet(recipe.data.test, self._tokenizer, count=recipe.evaluation.problems, **room)
         self._next_engine = itertools.cycle(engines).__next__
-        self._generation: asyncio.Task[float] | None = None
+        self._generation: asyncio.Task[tuple[float, int]] | None = None
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer rank 0's requests, one after the other, until it hangs up."""
@@ -65,23 +67,41 @@ class Coordinator:
                     writer.write(channel.frame(await self._evaluate()))
             await writer.drain()
 
-    async def _generate(self, version: int) -> float:
-        """All groups of the step that trains `version`; returns the seconds it took."""
-        start, prompts = time.monotonic(), self._recipe.batch.prompts
-        await _all(self._group(self._train[i]) for i in range(version * prompts, (version + 1) * prompts))
-        return time.monotonic() - start
+    async def _generate(self, version: int) -> tuple[float, int]:
+        """All groups of the step that trains `version`; returns the seconds it took and the prompts that were asked."""
+        start, prompts, sampling = time.monotonic(), self._recipe.batch.prompts, self._recipe.batch.sampling
+        waves = sampling.waves if isinstance(sampling, InformativeGroups) else 1
+        taken: list[Group] = []
+        passed_over: list[Group] = []
+        asked = 0
+        while len(taken) < prompts and asked < waves * prompts:
+            # a step has rows of its own, whatever others needed: so a resumed run asks what it would have asked
+            first = version * waves * prompts + asked
+            for group in await _all(self._group(self._train[i]) for i in range(first, first + prompts)):
+                (taken if is_informative(group, sampling) else passed_over).append(group)
+            asked += prompts
+        chosen = [*taken, *passed_over][:prompts]
+        for place, group in enumerate(sorted(chosen, key=lambda group: group.prompt.index)):
+            group.prompt = msgspec.structs.replace(group.prompt, index=version * prompts + place)
+            await self._queue.put(group)
+        return time.monotonic() - start, asked
 
-    async def _group(self, prompt: Prompt) -> None:
-        completions = await self._sample(
-            prompt, samples=self._recipe.batch.group_size, temperature=self._recipe.rollout.temperature
-        )
-        await self._queue.put(Group(prompt, await self._score(prompt, completions)))
+    async def _group(self, prompt: Prompt) -> Group:
+        size, temperature = self._recipe.batch.group_size, self._recipe.rollout.temperature
+        asked = [self._sample(prompt, samples=size, temperature=temperature)]
+        if isinstance(self._recipe.algorithm.advantage, RemaxAdvantage):
+            asked.append(self._sample(prompt, samples=1, temperature=0.0))
+        sampled, *greedy = await _all(asked)
+        group = Group(prompt, await self._score(prompt, sampled))
+        if greedy:
+            group.greedy_reward = (await self._score(prompt, greedy[0]))[0].reward
+        return group
 
     async def _take(self, step: int) -> channel.Taken:
         assert self._generation is not None, "take before generate"
-        seconds = await self._generation  # here an engine's failure surfaces
+        seconds, asked = await self._generation  # here an engine's failure surfaces
         groups = await self._queue.take(step)
-        return channel.Taken(groups, seconds, self._rewards.timeouts, self._rewards.crashes)
+        return channel.Taken(groups, asked, seconds, self._rewards.timeouts, self._rewards.crashes)
 
     async def _evaluate(self) -> channel.Evaluation:
         async def answer(prompt: Prompt, temperature: float) -> Trajectory:
@@ -124,6 +144,14 @@ class Coordinator:
             )
             for completion, text, reward in zip(completions, texts, rewards, strict=True)
         ]
+
+
+def is_informative(group: Group, sampling: AllGroups | InformativeGroups) -> bool:
+    """Whether a step takes the group while it has others to choose from."""
+    if isinstance(sampling, AllGroups):
+        return True
+    right = sum(trajectory.reward > 0 for trajectory in group.trajectories) / len(group.trajectories)
+    return sampling.low < right < sampling.high
 
 
 async def _all(coroutines: Any) -> list[Any]:

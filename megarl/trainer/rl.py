@@ -141,7 +141,8 @@ def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[l
         coordinator.generate(step)
         taken = coordinator.take(step)
         groups = taken.groups
-        counts = {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
+        counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
+        counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
     return job.control.broadcast(groups, list[Group], what=f"groups of step {step + 1}"), counts
 
 

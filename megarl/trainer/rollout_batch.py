@@ -79,7 +79,7 @@ class RolloutBatch:
             if kl.where == "reward":
                 penalties = self._kl_coefficient * kl_estimate(old, other, kl.estimator)
         values = None if models.critic is None else self._add_column("old_value", models.critic.values(self.sequences))
-        outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values)
+        outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values, self._greedy_rewards())
         advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
         found = advantage(outcomes, **options)
         if models.critic is not None:
@@ -87,6 +87,13 @@ class RolloutBatch:
             self._add_column("return", returns)
             found = whiten(found)
         self._add_column("advantage", found)
+
+    def _greedy_rewards(self) -> Tensor | None:
+        """At each sequence, that of its prompt's greedy answer."""
+        rewards = [group.greedy_reward for group in self._groups for _ in group.trajectories]
+        if any(reward is None for reward in rewards):
+            return None
+        return self._recipe.reward.rule_weight * torch.tensor(rewards)
 
     def _shaped(self) -> Tensor:
         """Rewards with what is taken off for length."""

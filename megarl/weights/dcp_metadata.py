@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from enum import EnumType
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,17 @@ def _stored(key: str, entry: TensorStorageMetadata, storage: dict[MetadataIndex,
     return stored
 
 
+def _member(kind: Any, name: Any) -> Any:
+    """What Python before 3.11.4 pickles an enumeration's member with, is getattr, which could reach anything else."""
+    if not isinstance(kind, EnumType) or name not in kind.__members__:
+        raise RecipeError(f"asks for {name!r:.40} of {kind!r:.60}, which has no place there; not loaded")
+    return kind[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         known = name in _CLASSES.get(module, ())
         if module == "torch":
             known = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)

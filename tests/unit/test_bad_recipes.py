@@ -177,8 +177,14 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("optimizer.schedule={type: constant, final_ratio: 0}", ["unknown key; another type of optimizer.schedule"]),
     ("optimizer.warmup_steps=5", ["optimizer.warmup_steps: 5 is more than steps (4)", "make it smaller"]),
     ("runtime.deadline_s=1e300", ["runtime.deadline_s: must be less than or equal to 100000000, got 1e+300"]),
-    ("batch=", ["batch: must be a section with keys (prompts, group_size, max_tokens_per_rank), got nothing"]),
-    ("batch=[2, 4]", ["batch: must be a section with keys (prompts, group_size, max_tokens_per_rank), got [2, 4]"]),
+    (
+        "batch=",
+        ["must be a section with keys (prompts, group_size, sampling, max_tokens_per_rank), got nothing"],
+    ),
+    (
+        "batch=[2, 4]",
+        ["section with keys (prompts, group_size, sampling, max_tokens_per_rank), got [2, 4]"],
+    ),
     ("batch.group_size=1", ["batch.group_size: must be greater than or equal to 2, got 1"]),
     ("model.dtype=fp16", ["model.dtype: must be 'float32' or 'bfloat16', got 'fp16'"]),
     ("model.path=~/model", ["model.path: must be written out: ~ and $VARIABLES are not replaced here, got '~/model'"]),

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace as replace_fields
+from io import BytesIO
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,12 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, ChunkStorageMetadata, Metadata, MetadataIndex
 
 from megarl.config import RecipeError
 from megarl.weights import Progress, convert, open_source
 from megarl.weights.dcp import DcpReader
+from megarl.weights.dcp_metadata import _Unpickler
 from megarl.weights.hf import INDEX, SINGLE
 from tests.families import write_model
 
@@ -74,6 +76,16 @@ def edit_index(directory: Path, **changes: str | None) -> None:
 
 def forge(directory: Path, what: Any) -> None:
     (directory / ".metadata").write_bytes(pickle.dumps(what))
+
+
+class Attribute:
+    """What Python before 3.11.4 makes of an enumeration's member."""
+
+    def __init__(self, owner: type, name: str) -> None:
+        self._wanted = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self._wanted
 
 
 class Command:
@@ -206,6 +218,10 @@ MEGATRON: dict[str, tuple[Break, str]] = {
     "metadata that runs a command": (
         lambda d: forge(d, Command()),
         r"\.metadata: asks for posix\.system, which has no place there and could run any code; not loaded",
+    ),
+    "metadata that reaches for more than it names": (
+        lambda d: forge(d, Attribute(Metadata, "__init__")),
+        r"\.metadata: asks for '__init__' of .*Metadata.*, which has no place there; not loaded",
     ),
     "metadata with a name that is none": (
         lambda d: edit_metadata(d, lambda m: m.state_dict_metadata.update({b"x": m.state_dict_metadata[NORM]})),
@@ -531,3 +547,8 @@ def test_the_tool_ends_when_nobody_reads_on(whole: Path) -> None:
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_metadata_of_older_pythons_is_read() -> None:
+    member = pickle.dumps(Attribute(_MEM_FORMAT_ENCODING, "TORCH_CONTIGUOUS_FORMAT"))
+    assert _Unpickler(BytesIO(member)).load() is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT

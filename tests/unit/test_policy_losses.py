@@ -17,7 +17,7 @@ from megarl.algorithms.divergence import adapted_coefficient, kl_estimate
 from megarl.algorithms.losses import PolicyTokens
 from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.preference import bradley_terry
-from megarl.algorithms.shaping import informative_groups, overlong_penalty
+from megarl.algorithms.shaping import overlong_penalty
 
 SEEDS = range(4)
 OPTIONS: list[tuple[str, dict[str, float]]] = [
@@ -274,7 +274,7 @@ def test_where_both_agree_every_weight_is_one(level: Any) -> None:
         assert not outside.any()
 
 
-# --- lengths, groups, preferences
+# --- lengths, preferences
 
 
 @pytest.mark.parametrize(
@@ -282,13 +282,6 @@ def test_where_both_agree_every_weight_is_one(level: Any) -> None:
 )
 def test_overlong_answers_are_punished_softly(length: int, penalty: float) -> None:
     assert float(overlong_penalty(torch.tensor([length]), limit=100, buffer=20)) == pytest.approx(penalty)
-
-
-def test_groups_that_are_all_right_or_all_wrong_are_not_informative() -> None:
-    rewards, group = torch.tensor([1.0, 0, 1, 1, 0, 0, 0, 0, 1]), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3, 3])
-    kept = informative_groups(rewards, group)
-    assert kept.tolist() == [True, True, False, False, False, False, True, True, True]
-    assert informative_groups(rewards, group, low=0.4).tolist() == [True, True, *[False] * 7]
 
 
 def test_preferences() -> None:

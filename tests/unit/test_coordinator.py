@@ -1,0 +1,109 @@
+"""Which groups a step takes, with engines and rewards that answer at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import RlRecipe, load_recipe
+from megarl.data import Problem, write_rows
+from megarl.rollout_engine import Coordinator
+from megarl.rollout_engine.channel import Taken
+from megarl.transfer_queue import TransferQueue
+from megarl.types import Completion
+from tests.small_job import write_small_job
+
+PROMPTS, SAMPLES = 2, 4
+
+
+class Engine:
+    """Says its version, which is the step."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.temperatures: list[float] = []
+
+    async def generate(self, input_ids: list[int], *, samples: int, temperature: float, **_: Any) -> list[Completion]:
+        self.temperatures.append(temperature)
+        return [Completion([1, 2], [-1.0, -1.0], "stop", self.version)] * samples
+
+
+class Rewards:
+    """Rows with an even answer are always right, others every other time or, if they are `hopeless`, never."""
+
+    timeouts = crashes = 0
+
+    def __init__(self, hopeless: bool) -> None:
+        self._hopeless = hopeless
+
+    async def score_many(self, pairs: list[tuple[str, str]]) -> list[float]:
+        return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (_, answer) in enumerate(pairs)]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_small_job(tmp_path_factory.mktemp("job"))
+    write_rows(path / "train.jsonl", [Problem(f"{i}+0=", str(i)) for i in range(20)])
+    return path
+
+
+def take(job: Path, *overrides: str, steps: int = 1, hopeless: bool = False) -> tuple[list[Taken], Engine]:
+    before = Path.cwd()
+    os.chdir(job)
+    try:
+        recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
+        assert isinstance(recipe, RlRecipe)
+        engine, queue = Engine(), TransferQueue(PROMPTS)
+        rewards: Any = Rewards(hopeless)
+        engines: Any = [engine]
+        coordinator = Coordinator(recipe, engines, rewards, queue, max_positions=64)
+
+        async def run() -> list[Taken]:
+            taken = []
+            for step in range(steps):
+                engine.version = step
+                coordinator._generation = asyncio.create_task(coordinator._generate(step))
+                taken.append(await coordinator._take(step))
+            return taken
+
+        return asyncio.run(run()), engine
+    finally:
+        os.chdir(before)
+
+
+def rows(taken: Taken) -> list[int]:
+    return [int(group.prompt.answer) for group in taken.groups]
+
+
+def test_all_groups_are_the_next_rows(job: Path) -> None:
+    taken, _ = take(job, steps=2)
+    assert [(rows(t), t.asked) for t in taken] == [([0, 1], 2), ([2, 3], 2)]
+    assert [group.prompt.index for t in taken for group in t.groups] == [0, 1, 2, 3]
+    assert all(group.greedy_reward is None for t in taken for group in t.groups)
+
+
+def test_uninformative_groups_are_replaced(job: Path) -> None:
+    """Each step from rows of its own, three waves of two; asking ends when enough are found."""
+    taken, _ = take(job, "batch.sampling={type: informative, waves: 3}", steps=2)
+    assert [(rows(t), t.asked) for t in taken] == [([1, 3], 4), ([7, 9], 4)]
+    assert [group.prompt.index for t in taken for group in t.groups] == [0, 1, 2, 3]
+
+
+def test_where_too_few_are_informative_the_first_others_fill_the_step(job: Path) -> None:
+    (taken,), _ = take(job, "batch.sampling={type: informative, waves: 2}", hopeless=True)
+    assert (rows(taken), taken.asked) == ([0, 1], 4)
+
+
+def test_bounds_are_on_the_share_of_right_samples(job: Path) -> None:
+    (taken,), _ = take(job, "batch.sampling={type: informative, high: 0.5, waves: 2}")  # half is not less than a half
+    assert (rows(taken), taken.asked) == ([0, 1], 4)
+
+
+def test_remax_asks_for_greedy_answers(job: Path) -> None:
+    (taken,), engine = take(job, "algorithm.advantage.type=remax")
+    assert [group.greedy_reward for group in taken.groups] == [1.0, 0.0]
+    assert sorted(engine.temperatures) == [0.0, 0.0, 1.0, 1.0]
