@@ -58,8 +58,10 @@ class HfExport:
             self._error = error
 
     def _write(self) -> None:
+        names = [name for name, _ in self._mine]
         while self._mine:
             self._writer.write(*self._mine.pop())
+        self._writer.sync(names)  # here: on a shared file system rank 0 cannot do it for other nodes
         if self._rank:
             (self._aside / f".{self._rank}").touch()
             return

@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/bench/convert.py [--quick] [--mbridge]
 
-makes a random model of 2.2 GB (--quick: 0.6 GB) with a large vocabulary, and in turn copies it, imports it and exports
+makes a random model of 2.2 GB (--quick: 0.75 GB) with a large vocabulary, and in turn copies it, imports it and exports
 what was imported, several times. Copies and conversions read files that are in the page cache, write to the same disk,
 and end when all is on it (fsync); what was written before is flushed first. The seconds of a conversion are those that
 the tool prints, without the start of Python and torch. A ratio is the copy's median seconds over the conversion's.
@@ -52,14 +52,13 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 _START_S = 3.0
-"""A copy waits as long as a conversion takes to start: a virtual machine gives freed memory back to its host meanwhile,
-and getting it again is slow."""
+"""A copy waits about as long as a conversion takes to start, so that all begin equally long after the one before."""
 QUICK = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 8}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a smaller model, under a minute on two cores")
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer rounds")
     parser.add_argument("--scratch", type=Path, help="where to write (default: the system's directory for such files)")
     parser.add_argument("--mbridge", action="store_true", help="beside mbridge, which is downloaded once")
     arguments = parser.parse_args()
