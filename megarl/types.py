@@ -17,15 +17,17 @@ FinishReason = Literal["stop", "length"]
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """One problem: what the policy is asked and what the reward compares with.
+    """One problem: what the policy is asked and what rules compare with.
 
-    `index` is the prompt's place in its run's sequence, so it names the prompt uniquely and repeatably.
+    `index` is the prompt's place in its run's sequence, so it names the prompt uniquely and repeatably. `dataset` says
+    which reward sources score it.
     """
 
     index: int
     text: str
     input_ids: list[int]
     answer: str
+    dataset: str = ""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):
@@ -46,25 +48,29 @@ class Completion(msgspec.Struct, frozen=True):
 
 
 class Trajectory(msgspec.Struct):
-    """One response with its reward. `engine_logprobs` are the engine's, in nats, one for each output token."""
+    """One response. `engine_logprobs` are the engine's, in nats, one for each output token.
+
+    `scores` are by reward source: those that are known as soon as the response is there. Models on the ranks that train
+    add theirs later.
+    """
 
     output_ids: list[int]
     engine_logprobs: list[float]
     versions: list[VersionSpan]
     finish_reason: FinishReason
     text: str
-    reward: float
+    scores: dict[str, float]
 
 
 class Group(msgspec.Struct):
     """All samples of one prompt; the unit that enters and leaves the transfer queue.
 
-    `greedy_reward` is that of its greedy answer, where it was asked for.
+    `greedy_scores` are those of its greedy answer, where it was asked for.
     """
 
     prompt: Prompt
     trajectories: list[Trajectory]
-    greedy_reward: float | None = None
+    greedy_scores: dict[str, float] | None = None
 
     @property
     def oldest_version(self) -> WeightVersion:

@@ -30,7 +30,7 @@ RL = f"""{COMMON}type: rl
 data: {{train: train.jsonl, test: test.jsonl}}
 batch: {{prompts: 2, group_size: 4}}
 rollout: {{max_new_tokens: 32}}
-reward: {{rule: {{type: exact_match}}}}
+reward: {{sources: {{answer: {{type: exact_match}}}}}}
 """
 
 

@@ -7,7 +7,7 @@ from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.normalize import token_weights
 from megarl.algorithms.preference import bradley_terry
 from megarl.algorithms.registry import ADVANTAGES, LOSSES, find
-from megarl.algorithms.shaping import overlong_penalty
+from megarl.algorithms.shaping import mixed_reward, overlong_penalty
 
 __all__ = [
     "ADVANTAGES",
@@ -19,6 +19,7 @@ __all__ = [
     "find",
     "importance_weights",
     "kl_estimate",
+    "mixed_reward",
     "overlong_penalty",
     "token_weights",
     "value_loss",

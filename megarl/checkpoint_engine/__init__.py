@@ -3,6 +3,6 @@
 Sees both sides through small protocols and imports neither megatron nor sglang.
 """
 
-from megarl.checkpoint_engine.publish import PublishError, check_agreement, publish
+from megarl.checkpoint_engine.publish import PublishError, check_agreement, clear_score_bias, publish
 
-__all__ = ["PublishError", "check_agreement", "publish"]
+__all__ = ["PublishError", "check_agreement", "clear_score_bias", "publish"]

@@ -21,6 +21,7 @@ from megarl.types import WeightVersion
 
 # Sent within one JSON body, so a bucket takes a few times this much memory for a moment.
 BUCKET_BYTES = 256 << 20
+_SCORE_BIAS = "score.bias"
 
 
 class WeightSource(Protocol):
@@ -78,6 +79,25 @@ def check_agreement(digests: Sequence[str], version: WeightVersion) -> None:
     """Raise PublishError unless all engines (the ranks whose digest is not empty) hold the same weights."""
     if len({digest for digest in digests if digest}) > 1:
         raise PublishError(f"version {version}: the engines of ranks {_by_digest(digests)} hold different weights")
+
+
+def clear_score_bias(engine: EngineTarget, dtype: torch.dtype, device: str) -> None:
+    """Of a reward model, set the bias of the score to 0.
+
+    SGLang 0.5.23 gives the models of some families one (Qwen2, Qwen3), which transformers' models and so checkpoints
+    do not have, and leaves it at random numbers.
+
+    Raises PublishError: it is not 0 afterwards.
+    """
+    ranks = engine.checksums()
+    if not all(_SCORE_BIAS in sums for sums in ranks):
+        return
+    zero = torch.zeros(1, dtype=dtype)
+    engine.begin_update()
+    engine.load_bucket([_serialise([(_SCORE_BIAS, zero)])] * len(ranks), 0)
+    engine.end_update()
+    if device == "cpu" and any(sums[_SCORE_BIAS] != checksum(zero) for sums in engine.checksums()):
+        raise PublishError("the bias of a reward model's score is not 0 in its engine, as was sent")
 
 
 def _by_digest(digests: Sequence[str]) -> str:

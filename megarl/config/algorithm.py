@@ -9,13 +9,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.fields import Fraction, JsonObject, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from megarl.config.fields import (
+    Fraction,
+    FunctionName,
+    JsonObject,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class Own(Section):
     type: Literal["own"]
     """A function of your own, with the arguments of megarl's."""
-    function: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    function: FunctionName
     """Where it is, as module:function; its directory must be on PYTHONPATH."""
     options: JsonObject = {}
     """What it is given by name."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AnyRecipe, Critic, InformativeGroups, Layout, RewardModel, RlRecipe, SftBatch
+from megarl.config.recipe import AnyRecipe, Critic, InformativeGroups, Layout, RlRecipe, SftBatch
+from megarl.config.reward import Serving
 
 _MOST_NAMED = 64
 
@@ -17,7 +18,7 @@ def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
-        problems += _algorithm(recipe)
+        problems += [*_algorithm(recipe), *_reward(recipe)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
@@ -140,31 +141,43 @@ def _algorithm(recipe: RlRecipe) -> list[str]:
             f"algorithm.advantage.k: {algorithm.advantage.k} is more than batch.group_size ({recipe.batch.group_size});"
             " make it smaller"
         )
-    if isinstance(algorithm.advantage, RemaxAdvantage) and isinstance(recipe.reward.model, RewardModel):
-        problems.append("algorithm.advantage: remax scores greedy answers by the rule alone; leave out reward.model")
     sampling = recipe.batch.sampling
     if isinstance(sampling, InformativeGroups) and sampling.low >= sampling.high:
         problems.append("batch.sampling: low must be below high")
-    if isinstance(sampling, InformativeGroups) and not recipe.reward.rule_weight:
-        problems.append("batch.sampling: informative asks the rule, which reward.rule_weight=0 leaves out; use all")
+    if isinstance(sampling, InformativeGroups) and sampling.ask is not None and sampling.ask < recipe.batch.prompts:
+        problems.append(
+            f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({recipe.batch.prompts}); use at least that"
+        )
     if algorithm.kl.where == "reward" and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.where: reward says what a coefficient of 0 does; set algorithm.kl.coefficient")
     if isinstance(algorithm.kl.control, AdaptiveKl) and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.control: adaptive needs one to start from; set algorithm.kl.coefficient")
     if isinstance(algorithm.correction, ImportanceCorrection) and algorithm.correction.low >= algorithm.correction.high:
         problems.append("algorithm.correction: low must be below high")
-    if recipe.reward.overlong_buffer >= recipe.rollout.max_new_tokens:
+    return problems
+
+
+def _reward(recipe: RlRecipe) -> list[str]:
+    reward, problems = recipe.reward, []
+    if not any(source.weight for source in reward.sources.values()):
+        problems.append("reward.sources: all weights are 0, so that nothing would be learned; give one source another")
+    if isinstance(recipe.algorithm.advantage, RemaxAdvantage):
+        unfit = [*reward.models, *(name for name, source in reward.sources.items() if source.standardise)]
+        if unfit:
+            problems.append(
+                f"reward.sources.{unfit[0]}: remax scores greedy answers as they come, which rules and engines can;"
+                " use type engine for a reward model, and leave standardise out"
+            )
+    if reward.overlong_buffer >= recipe.rollout.max_new_tokens:
         problems.append("reward.overlong_buffer: must be smaller than rollout.max_new_tokens")
     return problems
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
     problems, size = _unverifiable(shape), recipe.rollout.tensor_parallel
-    if world % size or ranks_per_node % size:
-        problems.append(
-            f"rollout.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
-            f" there are {world} ranks, {ranks_per_node} a node"
-        )
+    served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
+    for key, serving in ({"rollout": recipe.rollout} | served).items():
+        problems += _serving(key, serving, world, ranks_per_node)
     if wrong := _indivisible(shape, size, rows=0):  # an engine repeats a key-value head that its ranks share
         problems.append(
             f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
@@ -175,11 +188,21 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
             f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt in the model's"
             f" {shape.max_positions} positions; make it smaller"
         )
-    owned = ["api_key", "dtype", "host", "model_path", "nccl_port", "port", "random_seed", "tp_size", "weight_version"]
-    for key in owned:
-        if key in recipe.rollout.server_args:
-            problems.append(f"rollout.server_args.{key}: megarl sets this one itself; leave it out")
     return problems
+
+
+_OWNED = ("api_key", "dtype", "host", "model_path", "nccl_port", "port", "random_seed", "tp_size", "weight_version")
+
+
+def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:
+    problems, size = [], serving.tensor_parallel
+    if world % size or ranks_per_node % size:
+        problems.append(
+            f"{key}.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
+            f" there are {world} ranks, {ranks_per_node} a node"
+        )
+    owned = [name for name in _OWNED if name in serving.server_args]
+    return problems + [f"{key}.server_args.{name}: megarl sets this one itself; leave it out" for name in owned]
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:

@@ -44,13 +44,15 @@ def document() -> str:
 
 
 def _rows(section: Any, prefix: str) -> Iterator[str]:
-    for name, field in section.model_fields.items():
-        key = f"{prefix}{name}"
-        sections = [a for a in _members(field.annotation) if isinstance(a, type) and issubclass(a, BaseModel)]
+    for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] != "type"):
+        key, annotation = f"{prefix}{name}", field.annotation
+        named = typing.get_origin(annotation) is dict and typing.get_args(annotation)[1] is not Any
+        members = _members(typing.get_args(annotation)[1] if named else annotation)
+        sections = [a for a in members if isinstance(a, type) and issubclass(a, BaseModel)]
         default = "needed" if field.is_required() else _text(field.get_default(call_default_factory=True))
         yield f"| `{key}` | {'' if sections else default} | {_meaning(field)} |"
         for member in sections:
-            yield from _rows(member, f"{key}.")
+            yield from _rows(member, f"{key}.NAME." if named else f"{key}.")
 
 
 def _meaning(field: Any) -> str:
@@ -59,6 +61,8 @@ def _meaning(field: Any) -> str:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) is typing.Annotated:
+        return _members(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         return typing.get_args(annotation)
     return (annotation,)

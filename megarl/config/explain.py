@@ -72,6 +72,9 @@ def _locate(loc: tuple[Any, ...]) -> tuple[tuple[Any, ...], type[BaseModel] | No
         if part == "[key]":  # pydantic's mark for a key that is itself wrong
             continue
         keys.append(part)
+        if typing.get_origin(annotation) is dict:
+            annotation = typing.get_args(annotation)[1]
+            continue
         parent = next(iter(sections.values()), None)
         field = parent.model_fields.get(str(part)) if parent else None
         annotation = field.annotation if field else None
@@ -108,8 +111,9 @@ def _paths(section: type[BaseModel]) -> Iterator[str]:
     """The dotted names of all keys below a section."""
     for name, field in section.model_fields.items():
         yield name
+        prefix = f"{name}.NAME" if typing.get_origin(field.annotation) is dict else name
         for below in _sections(field.annotation).values():
-            yield from (f"{name}.{path}" for path in _paths(below) if path != "type")
+            yield from (f"{prefix}.{path}" for path in _paths(below) if path != "type")
 
 
 def _short(value: Any) -> str:

@@ -52,6 +52,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Location = Annotated[Path, BeforeValidator(_location)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 AnswerPattern = Annotated[str, AfterValidator(_pattern)]
 
 

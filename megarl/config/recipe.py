@@ -13,11 +13,9 @@ from pydantic import Field
 
 from megarl.config.algorithm import Algorithm
 from megarl.config.fields import (
-    AnswerPattern,
     Decay,
     Fraction,
     GroupSize,
-    JsonObject,
     Location,
     NonNegativeFloat,
     NonNegativeInt,
@@ -27,13 +25,7 @@ from megarl.config.fields import (
     Section,
 )
 from megarl.config.model import HeadName
-
-
-class Model(Section):
-    path: Location
-    """Hugging Face directory with config.json, *.safetensors and the tokenizer."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the parameters; gradients are accumulated and the optimizer steps in float32."""
+from megarl.config.reward import Model, Reward, Serving
 
 
 class Layout(Section):
@@ -160,7 +152,9 @@ class InformativeGroups(Section):
     high: Fraction = 1.0
     """And less than this."""
     waves: Annotated[int, Field(ge=2, le=100)] = 3
-    """How often a step asks `prompts` new prompts at most; a step has the next waves x prompts rows for that."""
+    """How often a step asks for new groups at most; it has the next waves x `ask` rows of the data for that."""
+    ask: PositiveInt | None = None
+    """Prompts asked at a time, batch.prompts or more: over-sampling, which needs fewer waves; none: batch.prompts."""
 
 
 class RlBatch(Section):
@@ -174,58 +168,13 @@ class RlBatch(Section):
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
 
-class Rollout(Section):
+class Rollout(Serving):
     tensor_parallel: PositiveInt = 1
     """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature of training rollouts, at least 0.01; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens."""
-    start_timeout_s: Seconds = 300.0
-    """Seconds an engine may take from its start until it is healthy."""
-    server_args: JsonObject = {}
-    """Further SGLang server arguments by their ServerArgs names, such as mem_fraction_static."""
-
-
-class ExactMatch(Section):
-    type: Literal["exact_match"] = "exact_match"
-    """1 if the last match of `pattern`'s group equals the answer, else 0."""
-    pattern: AnswerPattern = r"<answer>\s*(.*?)\s*</answer>"
-    """Regular expression with one group that finds the answer in the response."""
-
-
-class MathVerify(Section):
-    type: Literal["math_verify"] = "math_verify"
-    """1 if math-verify finds the response's final expression equal to the answer, else 0."""
-
-
-class NoRewardModel(Section):
-    type: Literal["none"] = "none"
-    """Rules alone score."""
-
-
-class RewardModel(Section):
-    type: Literal["model"]
-    """A reward model scores each response, on the ranks that train."""
-    model: Model
-    """Result of a recipe of type reward_model; its tokenizer must be the policy's."""
-    weight: float = 1.0
-    """What its score counts in the reward."""
-
-
-class RewardWorkers(Section):
-    rule: ExactMatch | MathVerify = Field(discriminator="type")
-    """How a response is scored."""
-    rule_weight: float = 1.0
-    """What the rule's score counts in the reward; evaluations know the rule alone."""
-    model: NoRewardModel | RewardModel = Field(default=NoRewardModel(), discriminator="type")
-    """A second score, which is added."""
-    workers: PositiveInt = 1
-    """Processes that score responses."""
-    timeout_s: Seconds = 5.0
-    """Seconds one response may take; then the worker is killed and the reward is 0."""
-    overlong_buffer: NonNegativeInt = 0
-    """Last tokens before rollout.max_new_tokens, over which the reward falls by 1 (arXiv 2503.14476, eq. 13)."""
 
 
 class Evaluation(Section):
@@ -321,7 +270,7 @@ class RlRecipe(Stage):
     """How many samples a step takes."""
     rollout: Rollout
     """The engines and how they sample."""
-    reward: RewardWorkers
+    reward: Reward
     """How responses are scored."""
     critic: NoCritic | Critic = Field(default=NoCritic(), discriminator="type")
     """The model that the gae advantage needs."""

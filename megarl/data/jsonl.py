@@ -25,10 +25,11 @@ class Demonstration(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What the user asks and the answer that a reward compares with."""
+    """What the user asks, the answer that rules compare with, and what the recipe routes the row by."""
 
     prompt: str
-    answer: str
+    answer: str = ""
+    dataset: str = ""
 
 
 class Preference(msgspec.Struct, frozen=True):
@@ -49,7 +50,7 @@ def read_demonstrations(path: Path | str) -> list[Demonstration]:
 
 
 def read_problems(path: Path | str) -> list[Problem]:
-    """All rows of `path`, JSON lines with prompt and answer. Raises DataError with file and line."""
+    """All rows of `path`, JSON lines with prompt, maybe answer and dataset. Raises DataError with file and line."""
     return _read(Path(path), Problem)
 
 

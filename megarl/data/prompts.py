@@ -38,9 +38,15 @@ class PromptSet:
                     " rollout.max_new_tokens"
                 )
 
+    @property
+    def datasets(self) -> set[str]:
+        """Those of all rows."""
+        return {row.dataset for row in self._rows}
+
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Prompt:
-        row = index % len(self._rows)
-        return Prompt(index, self._rows[row].prompt, self._ids[row], self._rows[row].answer)
+        number = index % len(self._rows)
+        row = self._rows[number]
+        return Prompt(index, row.prompt, self._ids[number], row.answer, row.dataset)

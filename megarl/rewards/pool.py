@@ -17,18 +17,18 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from megarl.rewards.worker import REWARD, Setup, message
+from megarl.rewards.worker import SCORE, Setup, message
 
 if TYPE_CHECKING:
-    from megarl.config import RewardWorkers
+    from megarl.config import Reward
 
 # Starting python and importing sympy takes a second, and much longer from a busy parallel file system.
 START_LIMIT_S = 120.0
 START_ATTEMPTS = 3
 EXIT_LIMIT_S = 10.0
-WARM_UP = ("The answer is $1$.", "1")
 
-Pair = tuple[str, str]
+Item = tuple[str, str, str]
+"""Rule, response and true answer."""
 
 
 class RewardError(RuntimeError):
@@ -36,18 +36,19 @@ class RewardError(RuntimeError):
 
 
 class RewardPool:
-    """`config.workers` processes between `async with` and its end; `score` may be awaited by many tasks at once.
+    """`config.workers` processes between `async with` and its end; `score_many` may be awaited by many tasks at once.
 
-    Every response gets a reward: scored, or 0 and counted in `timeouts` (killed at the limit) or `crashes` (the worker
+    Every item gets a score: its rule's, or 0 and counted in `timeouts` (killed at the limit) or `crashes` (the worker
     died by itself). A cancelled call leaves no trace: the worker that was busy with it is replaced.
     """
 
-    def __init__(self, config: RewardWorkers, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, config: Reward, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.timeouts = 0
         self.crashes = 0
         self._limit_s = config.timeout_s
-        setup = message(Setup(config.rule.model_dump(), WARM_UP))
-        self._workers = [_Worker(command, environment, setup) for _ in range(config.workers)]
+        setup = message(Setup({name: rule.model_dump() for name, rule in config.rules.items()}))
+        count = config.workers if config.rules else 0
+        self._workers = [_Worker(command, environment, setup) for _ in range(count)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
         self._open = False
 
@@ -67,47 +68,45 @@ class RewardPool:
     ) -> None:
         await self._close()
 
-    async def score(self, response: str, answer: str) -> float:
-        """The reward of one response."""
-        return (await self._score_part([(response, answer)]))[0]
-
-    async def score_many(self, pairs: Sequence[Pair]) -> list[float]:
-        """The rewards of many (response, answer) pairs, divided among the workers."""
-        size = max(1, math.ceil(len(pairs) / len(self._workers)))
-        parts = [pairs[start : start + size] for start in range(0, len(pairs), size)]
+    async def score_many(self, items: Sequence[Item]) -> list[float]:
+        """The scores of many items, divided among the workers."""
+        if not items:
+            return []
+        size = math.ceil(len(items) / len(self._workers))
+        parts = [items[start : start + size] for start in range(0, len(items), size)]
         results = await asyncio.gather(*(self._score_part(part) for part in parts), return_exceptions=True)
         _raise_first(results)
-        return [reward for part in results if isinstance(part, list) for reward in part]
+        return [score for part in results if isinstance(part, list) for score in part]
 
-    async def _score_part(self, pairs: Sequence[Pair]) -> list[float]:
-        """Rewards of `pairs` by one worker and, where it must be, its successors."""
+    async def _score_part(self, items: Sequence[Item]) -> list[float]:
+        """Scores of `items` by one worker and, where it must be, its successors."""
         if not self._open:
             raise RewardError("the reward pool is not open; score inside its `async with`")
-        rewards: list[float] = []
+        scores: list[float] = []
         worker = await self._idle.get()
         try:
-            while len(rewards) < len(pairs):
+            while len(scores) < len(items):
                 if not worker.alive:
                     await worker.start()
-                rewards += await self._until_trouble(worker, pairs[len(rewards) :])
+                scores += await self._until_trouble(worker, items[len(scores) :])
         finally:
-            if len(rewards) < len(pairs):
+            if len(scores) < len(items):
                 worker.kill()  # it owes answers that nobody waits for
             self._idle.put_nowait(worker)
-        return rewards
+        return scores
 
-    async def _until_trouble(self, worker: _Worker, pairs: Sequence[Pair]) -> list[float]:
-        """Rewards of the first of `pairs`: all of them, or up to and including the first that cost the worker."""
-        worker.send(pairs)
-        rewards: list[float] = []
-        while worker.alive and len(rewards) < len(pairs):
-            received, killed = await worker.receive(len(pairs) - len(rewards), self._limit_s)
+    async def _until_trouble(self, worker: _Worker, items: Sequence[Item]) -> list[float]:
+        """Scores of the first of `items`: all of them, or up to and including the first that cost the worker."""
+        worker.send(items)
+        scores: list[float] = []
+        while worker.alive and len(scores) < len(items):
+            received, killed = await worker.receive(len(items) - len(scores), self._limit_s)
             if not received:
                 self.timeouts += killed
                 self.crashes += not killed
                 received = [0.0]
-            rewards += received
-        return rewards
+            scores += received
+        return scores
 
     async def _close(self) -> None:
         self._open = False
@@ -144,12 +143,12 @@ class _Worker:
             f" process's error output; command: {' '.join(self._command)}"
         )
 
-    def send(self, pairs: Sequence[Pair]) -> None:
-        """Send all `pairs`; their rewards come in order."""
-        self._write(b"".join(message(pair) for pair in pairs))
+    def send(self, items: Sequence[Item]) -> None:
+        """Send all `items`; their scores come in order."""
+        self._write(b"".join(message(pair) for pair in items))
 
     async def receive(self, most: int, limit_s: float) -> tuple[list[float], bool]:
-        """At least one and at most `most` rewards, or none if the process has ended; and whether it was killed here.
+        """At least one and at most `most` scores, or none if the process has ended; and whether it was killed here.
 
         It is killed when nothing has come for `limit_s`. What it had written by then still counts: this loop may have
         been too busy to read it.
@@ -157,7 +156,7 @@ class _Worker:
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        reading = asyncio.ensure_future(process.stdout.read(most * REWARD.size))
+        reading = asyncio.ensure_future(process.stdout.read(most * SCORE.size))
         try:
             done, _ = await asyncio.wait({reading}, timeout=limit_s)
             if not done:
@@ -170,7 +169,7 @@ class _Worker:
             if self._closed:
                 raise RewardError("the reward pool was closed while it scored")
         # a write of 8 bytes to a pipe is whole, and so is what is read
-        return [reward for (reward,) in REWARD.iter_unpack(data)], not done
+        return [score for (score,) in SCORE.iter_unpack(data)], not done
 
     def kill(self) -> None:
         """End the process at once, if it still runs."""

@@ -1,4 +1,4 @@
-"""Reward rules: plain functions of a response and the true answer, 1.0 for right and 0.0 for wrong.
+"""Reward rules: plain functions of a response and the true answer, 1.0 for right and 0.0 for wrong, or the user's own.
 
 Run by `worker.py` in a process that is killed when a rule takes too long, so none of them watches the time.
 """
@@ -6,6 +6,7 @@ Run by `worker.py` in a process that is killed when a rule takes too long, so no
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -19,15 +20,32 @@ MATH_WINDOW_CHARACTERS = 2000
 
 
 def build_rule(options: Mapping[str, Any]) -> Rule:
-    """The rule of a recipe's `reward.rule`, given as plain values. Raises ValueError for one that is not known."""
+    """A rule of a recipe's `reward.sources`, given as plain values. Raises ValueError for one that is not known."""
     match options:
         case {"type": "exact_match", "pattern": pattern}:
             return functools.partial(exact_match, pattern=pattern)
         case {"type": "math_verify"}:
             return math_verify_reward
+        case {"type": "own", "function": function, "options": given}:
+            return functools.partial(own_rule(function), **given)
     raise ValueError(
-        f"reward.rule: {dict(options)} is not known; its type is exact_match, with a pattern, or math_verify"
+        f"{dict(options)} is no rule; its type is exact_match, with a pattern, math_verify, or own, with a function and"
+        " options"
     )
+
+
+def own_rule(name: str) -> Rule:
+    """The user's function at `module:function`. Raises ValueError saying what is wrong with it."""
+    module, _, function = name.partition(":")
+    try:
+        found: Rule = getattr(importlib.import_module(module), function)
+    except Exception as error:
+        raise ValueError(
+            f"{name!r} cannot be loaded: {type(error).__name__}: {error}; is its directory on PYTHONPATH?"
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is not a function")
+    return found
 
 
 def exact_match(response: str, answer: str, pattern: str) -> float:

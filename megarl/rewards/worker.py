@@ -1,13 +1,14 @@
 """One reward worker: a process that scores responses one after the other and may be killed at any moment.
 
 Started by `pool.py`, spoken to over stdin and stdout. Each message to it is 4 bytes of length (little-endian) and that
-many of msgpack: first one `Setup`, then [response, answer] for each item. Each answer is 8 bytes, a little-endian
-double: first READY once the rule is loaded, then one reward for each item, in order, as soon as it is known. The
+many of msgpack: first one `Setup`, then [rule, response, answer] for each item. Each answer is 8 bytes, a little-endian
+double: first READY once the rules are loaded, then one score for each item, in order, as soon as it is known. The
 worker ends when stdin closes. An exception in a rule ends it too: the pool counts that and scores the item 0.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -20,17 +21,17 @@ import msgspec
 from megarl.rewards.rules import build_rule
 
 LENGTH = struct.Struct("<I")
-REWARD = struct.Struct("<d")
+SCORE = struct.Struct("<d")
 READY = 1.0
 # math-verify with sympy needs a tenth of it; a hostile expression could take the node's
 ADDRESS_SPACE_BYTES = 2 << 30
+WARM_UP = ("The answer is $1$.", "1")
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """What a worker is told first. `rule` is `reward.rule` as plain values; `warm_up` a pair to score and forget."""
+    """What a worker is told first: the rules by name, as plain values."""
 
-    rule: dict[str, Any]
-    warm_up: tuple[str, str]
+    rules: dict[str, dict[str, Any]]
 
 
 def main() -> None:
@@ -43,13 +44,19 @@ def main() -> None:
     setup = _receive(requests)
     if setup is None:
         return
-    options = msgspec.msgpack.decode(setup, type=Setup)
-    rule = build_rule(options.rule)
-    rule(*options.warm_up)
-    os.write(replies, REWARD.pack(READY))
-    decode = msgspec.msgpack.Decoder(tuple[str, str]).decode
+    options = msgspec.msgpack.decode(setup, type=Setup).rules
+    rules = {name: build_rule(option) for name, option in options.items()}
+    for name, option in options.items():
+        if option["type"] != "own":  # the library's first use takes most of a second
+            rules[name](*WARM_UP)
+    os.write(replies, SCORE.pack(READY))
+    decode = msgspec.msgpack.Decoder(tuple[str, str, str]).decode
     while (request := _receive(requests)) is not None:
-        os.write(replies, REWARD.pack(rule(*decode(request))))
+        name, response, answer = decode(request)
+        score = float(rules[name](response, answer))
+        if not math.isfinite(score):
+            raise ValueError(f"rule {name} gave {score}, expected a finite number")
+        os.write(replies, SCORE.pack(score))
 
 
 def message(content: Any) -> bytes:

@@ -38,16 +38,16 @@ class Taken(msgspec.Struct, tag=True):
 
 
 class Sample(msgspec.Struct):
-    """One answer to one held-out problem."""
+    """One answer to one held-out problem, and what the row's first rule says of it."""
 
     prompt: str
     answer: str
     response: str
-    reward: float
+    score: float
 
 
 class Evaluation(msgspec.Struct, tag=True):
-    """Mean reward over the held-out problems, at temperature 1 and greedy; the first temperature-1 samples."""
+    """Mean score over the held-out problems, at temperature 1 and greedy; the first temperature-1 samples."""
 
     accuracy: float
     accuracy_greedy: float

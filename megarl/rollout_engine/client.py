@@ -1,4 +1,4 @@
-"""Generation over HTTP: token ids in; token ids, log-probabilities and finish reason out."""
+"""Generation and scoring over HTTP: token ids in; token ids with log-probabilities, or scores, out."""
 
 from __future__ import annotations
 
@@ -28,8 +28,13 @@ class _Answer(msgspec.Struct):
     meta_info: _MetaInfo
 
 
+class _Scores(msgspec.Struct):
+    embedding: tuple[float]
+
+
 _decode_one = msgspec.json.Decoder(_Answer).decode
 _decode_many = msgspec.json.Decoder(list[_Answer]).decode
+_decode_scores = msgspec.json.Decoder(list[_Scores]).decode
 
 
 class EngineClient:
@@ -67,16 +72,28 @@ class EngineClient:
             },
             "return_logprob": True,
         }
+        payload = await self._post("/generate", body)
+        answers = _decode_many(payload) if samples > 1 else [_decode_one(payload)]
+        return [self._completion(answer) for answer in answers]
+
+    async def score(self, sequences: list[list[int]]) -> list[float]:
+        """A reward model's score of each token sequence. Raises EngineError, as `generate` does."""
+        payload = await self._post("/classify", {"input_ids": sequences})
         try:
-            async with self._session.post("/generate", json=body) as response:
+            return [answer.embedding[0] for answer in _decode_scores(payload)]
+        except msgspec.DecodeError as error:  # a number that is not finite is null in JSON
+            raise EngineError(f"engine at {self.address.url} gave scores that are no numbers: {error}") from error
+
+    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
+        try:
+            async with self._session.post(path, json=body) as response:
                 payload = await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"engine at {self.address.url} did not answer: {error!r}") from error
         if response.status != 200:
             text = payload.decode(errors="replace")[:500]
             raise EngineError(f"engine at {self.address.url}: HTTP {response.status} {text}")
-        answers = _decode_many(payload) if samples > 1 else [_decode_one(payload)]
-        return [self._completion(answer) for answer in answers]
+        return payload
 
     def _completion(self, answer: _Answer) -> Completion:
         info = answer.meta_info

@@ -38,11 +38,13 @@ class Coordinator:
         recipe: RlRecipe,
         engines: list[EngineClient],
         rewards: RewardPool,
+        scorers: dict[str, EngineClient],
         queue: Queue,
         *,
         max_positions: int,
     ) -> None:
-        self._recipe, self._rewards, self._queue = recipe, rewards, queue
+        """`scorers` are the engines of reward models, by reward source."""
+        self._recipe, self._rewards, self._scorers, self._queue = recipe, rewards, scorers, queue
         self._tokenizer = load_tokenizer(recipe.model.path)
         room = {"max_positions": max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
         self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
@@ -70,16 +72,18 @@ class Coordinator:
     async def _generate(self, version: int) -> tuple[float, int]:
         """All groups of the step that trains `version`; returns the seconds it took and the prompts that were asked."""
         start, prompts, sampling = time.monotonic(), self._recipe.batch.prompts, self._recipe.batch.sampling
-        waves = sampling.waves if isinstance(sampling, InformativeGroups) else 1
+        waves, ask = 1, prompts
+        if isinstance(sampling, InformativeGroups):
+            waves, ask = sampling.waves, sampling.ask or prompts
         taken: list[Group] = []
         passed_over: list[Group] = []
         asked = 0
-        while len(taken) < prompts and asked < waves * prompts:
+        while len(taken) < prompts and asked < waves * ask:
             # a step has rows of its own, whatever others needed: so a resumed run asks what it would have asked
-            first = version * waves * prompts + asked
-            for group in await _all(self._group(self._train[i]) for i in range(first, first + prompts)):
-                (taken if is_informative(group, sampling) else passed_over).append(group)
-            asked += prompts
+            first = version * waves * ask + asked
+            for group in await _all(self._group(self._train[i]) for i in range(first, first + ask)):
+                (taken if self._is_informative(group) else passed_over).append(group)
+            asked += ask
         chosen = [*taken, *passed_over][:prompts]
         for place, group in enumerate(sorted(chosen, key=lambda group: group.prompt.index)):
             group.prompt = msgspec.structs.replace(group.prompt, index=version * prompts + place)
@@ -94,8 +98,22 @@ class Coordinator:
         sampled, *greedy = await _all(asked)
         group = Group(prompt, await self._score(prompt, sampled))
         if greedy:
-            group.greedy_reward = (await self._score(prompt, greedy[0]))[0].reward
+            group.greedy_scores = (await self._score(prompt, greedy[0]))[0].scores
         return group
+
+    def _is_informative(self, group: Group) -> bool:
+        """Whether a step takes the group while it has others to choose from."""
+        sampling = self._recipe.batch.sampling
+        if isinstance(sampling, AllGroups):
+            return True
+        right = sum(self._judged(group.prompt, t) > 0 for t in group.trajectories) / len(group.trajectories)
+        return sampling.low < right < sampling.high
+
+    def _judged(self, prompt: Prompt, trajectory: Trajectory) -> float:
+        """What the rule says that decides whether an answer to `prompt` is right."""
+        judge = self._recipe.reward.judge(prompt.dataset)
+        assert judge is not None, "a row without a rule"
+        return trajectory.scores[judge]
 
     async def _take(self, step: int) -> channel.Taken:
         assert self._generation is not None, "take before generate"
@@ -104,20 +122,21 @@ class Coordinator:
         return channel.Taken(groups, asked, seconds, self._rewards.timeouts, self._rewards.crashes)
 
     async def _evaluate(self) -> channel.Evaluation:
-        async def answer(prompt: Prompt, temperature: float) -> Trajectory:
+        async def answer(prompt: Prompt, temperature: float) -> tuple[Trajectory, float]:
             completions = await self._sample(prompt, samples=1, temperature=temperature)
-            return (await self._score(prompt, completions))[0]
+            (trajectory,) = await self._score(prompt, completions, rules_alone=True)
+            return trajectory, self._judged(prompt, trajectory)
 
         problems = [self._test[i] for i in range(len(self._test))]
         sampled = await _all(answer(prompt, 1.0) for prompt in problems)
         greedy = await _all(answer(prompt, 0.0) for prompt in problems)
         return channel.Evaluation(
-            accuracy=_mean([t.reward for t in sampled]),
-            accuracy_greedy=_mean([t.reward for t in greedy]),
-            mean_length=_mean([len(t.output_ids) for t in sampled]),
+            accuracy=_mean([score for _, score in sampled]),
+            accuracy_greedy=_mean([score for _, score in greedy]),
+            mean_length=_mean([len(trajectory.output_ids) for trajectory, _ in sampled]),
             samples=[
-                channel.Sample(prompt.text, prompt.answer, t.text, t.reward)
-                for prompt, t in zip(problems[:_SAMPLES_SHOWN], sampled, strict=False)
+                channel.Sample(prompt.text, prompt.answer, trajectory.text, score)
+                for prompt, (trajectory, score) in zip(problems[:_SAMPLES_SHOWN], sampled, strict=False)
             ],
         )
 
@@ -130,9 +149,24 @@ class Coordinator:
             stop_token=self._tokenizer.eos_token_id,
         )
 
-    async def _score(self, prompt: Prompt, completions: list[Completion]) -> list[Trajectory]:
+    async def _score(
+        self, prompt: Prompt, completions: list[Completion], *, rules_alone: bool = False
+    ) -> list[Trajectory]:
+        """By each source that scores the prompt's dataset and is no model on the ranks that train."""
         texts = self._tokenizer.batch_decode([c.output_ids for c in completions], skip_special_tokens=True)
-        rewards = await self._rewards.score_many([(text, prompt.answer) for text in texts])
+        reward = self._recipe.reward
+        rules = [name for name, rule in reward.rules.items() if rule.scores(prompt.dataset)]
+        engines = [name for name, engine in reward.engines.items() if engine.scores(prompt.dataset) and not rules_alone]
+        whole = [prompt.input_ids + completion.output_ids for completion in completions]
+        judged, *scored = await _all(
+            [
+                self._rewards.score_many([(name, text, prompt.answer) for name in rules for text in texts]),
+                *(self._scorers[name].score(whole) for name in engines),
+            ]
+        )
+        count = len(texts)
+        by_source = {name: judged[i * count : (i + 1) * count] for i, name in enumerate(rules)}
+        by_source |= dict(zip(engines, scored, strict=True))
         return [
             Trajectory(
                 output_ids=completion.output_ids,
@@ -140,18 +174,10 @@ class Coordinator:
                 versions=[VersionSpan(completion.version, 0, len(completion.output_ids))],
                 finish_reason=completion.finish_reason,
                 text=text,
-                reward=reward,
+                scores={name: scores[i] for name, scores in by_source.items()},
             )
-            for completion, text, reward in zip(completions, texts, rewards, strict=True)
+            for i, (completion, text) in enumerate(zip(completions, texts, strict=True))
         ]
-
-
-def is_informative(group: Group, sampling: AllGroups | InformativeGroups) -> bool:
-    """Whether a step takes the group while it has others to choose from."""
-    if isinstance(sampling, AllGroups):
-        return True
-    right = sum(trajectory.reward > 0 for trajectory in group.trajectories) / len(group.trajectories)
-    return sampling.low < right < sampling.high
 
 
 async def _all(coroutines: Any) -> list[Any]:

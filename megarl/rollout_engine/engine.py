@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from megarl.config import Model, Rollout
+from megarl.config import Model, RewardEngine, Serving
 from megarl.runtime import Child, Guard, hold_port, start_child
 
 _POLL_S = 0.2
@@ -39,9 +39,9 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        rollout: Rollout,
+        serving: Serving,
         *,
-        index: int,
+        name: str,
         host: str,
         key: str,
         device: str,
@@ -54,7 +54,7 @@ class Engine:
         # the server binds them many seconds from now
         self._ports = server, distributed = hold_port(host), hold_port(host)
         self.address = EngineAddress(host, server.getsockname()[1])
-        self._key, self._timeout_s, self._answer_timeout_s = key, rollout.start_timeout_s, answer_timeout_s
+        self._key, self._timeout_s, self._answer_timeout_s = key, serving.start_timeout_s, answer_timeout_s
         self._started = time.monotonic()
         arguments = {
             "model_path": str(model.path),
@@ -63,27 +63,26 @@ class Engine:
             "port": self.address.port,
             "nccl_port": distributed.getsockname()[1],
             "api_key": key,
-            "tp_size": rollout.tensor_parallel,
+            "tp_size": serving.tensor_parallel,
             "random_seed": seed,
             "weight_version": "0",
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "log_level": "warning",
             # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
-            "sleep_on_idle": rollout.tensor_parallel == 1,
+            "sleep_on_idle": serving.tensor_parallel == 1,
+            **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),
             **(_CPU_ARGUMENTS if device == "cpu" else {}),
-            **rollout.server_args,
+            **serving.server_args,
         }
-        env = _ENVIRONMENT | (_cpu_environment(rollout.tensor_parallel) if device == "cpu" else {})
-        self.child: Child = start_child(
-            "megarl.rollout_engine.server:main", arguments, name=f"engine {index}", log=log, env=env
-        )
+        env = _ENVIRONMENT | (_cpu_environment(serving.tensor_parallel) if device == "cpu" else {})
+        self.child: Child = start_child("megarl.rollout_engine.server:main", arguments, name=name, log=log, env=env)
         guard.watch(self.child)
 
     def wait_healthy(self) -> float:
         """Wait until the engine answers. Returns the seconds since its start.
 
-        Raises EngineError: it took longer than `rollout.start_timeout_s`.
+        Raises EngineError: it took longer than `start_timeout_s`.
         """
         while True:
             seconds = time.monotonic() - self._started
@@ -92,8 +91,7 @@ class Engine:
                 return seconds
             if seconds > self._timeout_s:
                 raise EngineError(
-                    f"{self.child.name} is not healthy after {seconds:.0f} s (rollout.start_timeout_s);"
-                    f" see {self.child.log}"
+                    f"{self.child.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"
                 )
             time.sleep(_POLL_S)
 

@@ -6,6 +6,8 @@ import socket
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from megarl.config import RlRecipe
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.engine import EngineAddress
@@ -31,6 +33,7 @@ class CoordinatorHandle:
         target: str,
         recipe: RlRecipe,
         engines: list[EngineAddress],
+        scorers: dict[str, EngineAddress],
         key: str,
         *,
         max_positions: int,
@@ -42,7 +45,8 @@ class CoordinatorHandle:
         self._socket, theirs = socket.socketpair()
         config = {
             "recipe": recipe.model_dump(mode="json"),
-            "engines": [{"host": engine.host, "port": engine.port} for engine in engines],
+            "engines": msgspec.to_builtins(engines),
+            "scorers": msgspec.to_builtins(scorers),
             "key": key,
             "max_positions": max_positions,
             "channel_fd": theirs.fileno(),

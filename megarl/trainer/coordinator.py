@@ -47,12 +47,15 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     async with AsyncExitStack() as stack:
-        engines = [
-            await stack.enter_async_context(EngineClient(EngineAddress(**address), config["key"], timeout_s=timeout_s))
-            for address in config["engines"]
-        ]
+
+        async def client(address: dict[str, Any]) -> EngineClient:
+            engine = EngineClient(EngineAddress(**address), config["key"], timeout_s=timeout_s)
+            return await stack.enter_async_context(engine)
+
+        engines = [await client(address) for address in config["engines"]]
+        scorers = {name: await client(address) for name, address in config["scorers"].items()}
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
         queue = TransferQueue(groups_per_step=recipe.batch.prompts)
-        coordinator = Coordinator(recipe, engines, rewards, queue, max_positions=config["max_positions"])
+        coordinator = Coordinator(recipe, engines, rewards, scorers, queue, max_positions=config["max_positions"])
         await coordinator.serve(reader, writer)

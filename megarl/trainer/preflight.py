@@ -15,10 +15,13 @@ from megarl.config import (
     AnyRecipe,
     Critic,
     HeadName,
+    InformativeGroups,
     ModelShape,
     Own,
+    OwnRule,
     RecipeError,
-    RewardModel,
+    RewardEngine,
+    RewardHead,
     RewardModelRecipe,
     RlRecipe,
     SftRecipe,
@@ -38,6 +41,7 @@ from megarl.data import (
     read_preferences,
     whole_pairs,
 )
+from megarl.rewards import own_rule
 from megarl.trainer.run_state import RunDirectory
 
 if TYPE_CHECKING:
@@ -62,7 +66,7 @@ def preflight(recipe: AnyRecipe, *, world: int, ranks_per_node: int, resume: boo
                 _check_preferences(recipe, tokenizer, shape)
             case RlRecipe():
                 _check_problems(recipe, tokenizer, shape)
-                _check_models(recipe, world)
+                _check_models(recipe, shape, world)
                 _check_own_functions(recipe)
     except OSError as error:
         raise RecipeError(f"{error.filename or recipe.model.path}: {error.strerror or error}") from None
@@ -130,25 +134,54 @@ def _check_preferences(recipe: RewardModelRecipe, tokenizer: PreTrainedTokenizer
             encode_demonstrations(tokenizer, whole_pairs(read_preferences(path)), shape.max_positions)
 
 
-def _check_models(recipe: RlRecipe, world: int) -> None:
-    """Critic and reward model are there, and read the policy's tokens."""
-    named: list[tuple[str, Path, HeadName]] = []
+_SCORED_BY_ENGINES = tuple(f"{family}ForSequenceClassification" for family in ("Llama", "Qwen2", "Qwen3"))
+
+
+def _check_models(recipe: RlRecipe, policy: ModelShape, world: int) -> None:
+    """Critic and reward models are there, and read the policy's tokens."""
+    named: list[tuple[str, Path, HeadName, bool]] = []
     if isinstance(recipe.critic, Critic):
-        named.append(("critic.model.path", recipe.critic.model.path, "critic"))
-    if isinstance(recipe.reward.model, RewardModel):
-        named.append(("reward.model.model.path", recipe.reward.model.model.path, "reward"))
+        named.append(("critic.model.path", recipe.critic.model.path, "critic", False))
+    for name, source in (recipe.reward.models | recipe.reward.engines).items():
+        served = isinstance(source, RewardEngine)
+        named.append((f"reward.sources.{name}.model.path", source.model.path, "reward", served))
     vocabulary = (recipe.model.path / "tokenizer.json").read_bytes()
-    for key, path, head in named:
+    for key, path, head, served in named:
         try:
-            check_layout(recipe, read_model_shape(path, head), world)
+            shape = read_model_shape(path, head)
+            if isinstance(shape.head, RewardHead):
+                _check_scores(path, shape.head, served=served)
+            if not served:
+                check_layout(recipe, shape, world)
             _check_weights(path)
         except RecipeError as error:
             raise RecipeError(f"{key}: {str(error).removeprefix('model.path: ')}") from None
+        if shape.max_positions < policy.max_positions:
+            raise RecipeError(
+                f"{key}: {path} has {shape.max_positions} positions and the policy {policy.max_positions}; it must read"
+                " all that the policy may write"
+            )
         if (path / "tokenizer.json").read_bytes() != vocabulary:
             raise RecipeError(f"{key}: {path} has another tokenizer.json than the policy; the models share tokens")
 
 
+def _check_scores(path: Path, head: RewardHead, *, served: bool) -> None:
+    if head.missing:
+        raise RecipeError(f"{path} has no layer that scores; expected the result of a recipe of type reward_model")
+    if served and head.architecture not in _SCORED_BY_ENGINES:
+        raise RecipeError(
+            f"{path} is {head.architecture}, and of engines it is known only that they score"
+            f" {', '.join(_SCORED_BY_ENGINES)} right; use type model, which scores others on the ranks that train"
+        )
+
+
 def _check_own_functions(recipe: RlRecipe) -> None:
+    for name, rule in recipe.reward.rules.items():
+        if isinstance(rule, OwnRule):
+            try:
+                own_rule(rule.function)
+            except ValueError as error:
+                raise RecipeError(f"reward.sources.{name}.function: {error}") from None
     from megarl.algorithms import find  # which imports torch, and most recipes need it not here
 
     for key, section in (("advantage", recipe.algorithm.advantage), ("loss", recipe.algorithm.loss)):
@@ -162,9 +195,33 @@ def _check_own_functions(recipe: RlRecipe) -> None:
 def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
     room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
     with _naming("data.train", recipe.data.train):
-        PromptSet(recipe.data.train, tokenizer, **room)
+        train = PromptSet(recipe.data.train, tokenizer, **room)
+        _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
+        for name, source in recipe.reward.sources.items():
+            if unknown := sorted(set(source.datasets or ()) - train.datasets):
+                raise RecipeError(
+                    f"reward.sources.{name}.datasets: no row has the dataset {unknown[0]!r}; there are"
+                    f" {', '.join(map(repr, sorted(train.datasets)))}"
+                )
     with _naming("data.test", recipe.data.test):
-        PromptSet(recipe.data.test, tokenizer, count=recipe.evaluation.problems, **room)
+        test = PromptSet(recipe.data.test, tokenizer, count=recipe.evaluation.problems, **room)
+        _check_routes(recipe, test, judged=True)
+
+
+def _check_routes(recipe: RlRecipe, prompts: PromptSet, *, judged: bool) -> None:
+    """Each row has a source, an answer if it has a rule, and if it is `judged` a rule."""
+    for line in range(1, len(prompts) + 1):
+        row, where = prompts[line - 1], f"line {line}: dataset {prompts[line - 1].dataset!r}"
+        judge = recipe.reward.judge(row.dataset)
+        if not any(source.scores(row.dataset) for source in recipe.reward.sources.values()):
+            raise DataError(f"{where}: no source of reward.sources scores it; name it in a source's datasets")
+        if judge is None and judged:
+            raise DataError(
+                f"{where}: no rule of reward.sources scores it, so that nothing says what is right; add one with weight"
+                " 0, or set evaluation.problems to 0 and batch.sampling.type to all"
+            )
+        if judge is not None and not row.answer.strip():
+            raise DataError(f"line {line}: no answer, which the rule {judge} compares with")
 
 
 @contextmanager

@@ -10,9 +10,10 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
-from megarl.checkpoint_engine import check_agreement, publish
-from megarl.config import Critic, RewardModel, RlRecipe, engine_leaders, read_model_shape
+from megarl.checkpoint_engine import check_agreement, clear_score_bias, publish
+from megarl.config import Critic, Model, RlRecipe, Serving, engine_leaders, read_model_shape
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
-    engine = _start_engine(job, recipe, key)
-    coordinator, models = _start_the_rest(job, recipe, engine, key)
+    engine, scorers = _start_engines(job, recipe, key)
+    coordinator, models = _start_the_rest(job, recipe, engine, scorers, key)
     model, critic = models.policy, models.critic
     start, kl_coefficient = resume_step(job, model, critic)
-    _wait_healthy(job, engine)
+    _wait_healthy(job, recipe, engine, scorers)
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
     metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
     _publish(job, recipe, model, engine, version=start)
@@ -75,38 +76,52 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     exports.finish()
 
 
-def _start_engine(job: Job, recipe: RlRecipe, key: str) -> Engine | None:
-    """Start this rank's engine, if it leads one; it becomes healthy while the model is built."""
-    size = recipe.rollout.tensor_parallel
-    if job.info.rank not in engine_leaders(job.info.world, size):
-        return None
-    index = job.info.rank // size
-    return Engine(
-        recipe.model,
-        recipe.rollout,
-        index=index,
-        host=node_address(job.hosts),
-        key=key,
-        device=job.device.type,
-        seed=recipe.seed + index,
-        log=job.run.logs / f"engine_{index}.log",
-        guard=job.guard,
-        answer_timeout_s=recipe.runtime.deadline_s * ENGINE_SHARE,
-    )
+def _start_engines(job: Job, recipe: RlRecipe, key: str) -> tuple[Engine | None, dict[str, Engine]]:
+    """Start the engines that this rank leads: one for rollouts, and those of reward models, by source.
+
+    They become healthy while the models are built. Reward models have one engine each, from the last ranks on.
+    """
+
+    def start(name: str, model: Model, serving: Serving, seed: int) -> Engine:
+        return Engine(
+            model,
+            serving,
+            name=name,
+            host=node_address(job.hosts),
+            key=key,
+            device=job.device.type,
+            seed=seed,
+            log=job.run.logs / f"{name.replace(' ', '_')}.log",
+            guard=job.guard,
+            answer_timeout_s=recipe.runtime.deadline_s * ENGINE_SHARE,
+        )
+
+    rank, world, engine, scorers = job.info.rank, job.info.world, None, {}
+    if rank in engine_leaders(world, recipe.rollout.tensor_parallel):
+        index = rank // recipe.rollout.tensor_parallel
+        engine = start(f"engine {index}", recipe.model, recipe.rollout, recipe.seed + index)
+    for index, (name, source) in enumerate(recipe.reward.engines.items()):
+        leaders = engine_leaders(world, source.tensor_parallel)
+        if rank == leaders[-1 - index % len(leaders)]:
+            scorers[name] = start(f"reward engine {name}", source.model, source, recipe.seed)
+    return engine, scorers
 
 
 def _start_the_rest(
-    job: Job, recipe: RlRecipe, engine: Engine | None, key: str
+    job: Job, recipe: RlRecipe, engine: Engine | None, scorers: dict[str, Engine], key: str
 ) -> tuple[CoordinatorHandle | None, Models]:
     """Coordinator (on rank 0), and the models that the recipe has."""
     mine = [engine.address] if engine else []
     addresses = job.control.allgather(mine, list[EngineAddress], what="engine addresses")
+    scoring = {name: scorer.address for name, scorer in scorers.items()}
+    scoring_addresses = job.control.allgather(scoring, dict[str, EngineAddress], what="addresses of reward engines")
     coordinator = None
     if job.control.rank == 0:
         coordinator = CoordinatorHandle(
             COORDINATOR,
             recipe,
             [address for part in addresses for address in part],
+            {name: address for part in scoring_addresses for name, address in part.items()},
             key,
             max_positions=job.shape.max_positions,
             guard=job.guard,
@@ -122,14 +137,16 @@ def _start_the_rest(
         critic = recipe.critic
         shape = read_model_shape(critic.model.path, "critic")
         models.critic = build_engine(job, recipe, critic.model, shape, critic.optimizer, updates_per_step=updates)
-    if isinstance(recipe.reward.model, RewardModel):
-        rewarding = recipe.reward.model.model
-        models.reward = build_engine(job, recipe, rewarding, read_model_shape(rewarding.path, "reward"))
+    for name, source in recipe.reward.models.items():
+        shape = read_model_shape(source.model.path, "reward")
+        models.rewards[name] = build_engine(job, recipe, source.model, shape)
     return coordinator, models
 
 
-def _wait_healthy(job: Job, engine: Engine | None) -> None:
-    waited = [engine.wait_healthy()] if engine else []
+def _wait_healthy(job: Job, recipe: RlRecipe, engine: Engine | None, scorers: dict[str, Engine]) -> None:
+    waited = [one.wait_healthy() for one in ([engine] if engine else []) + list(scorers.values())]
+    for name, scorer in scorers.items():
+        clear_score_bias(scorer, getattr(torch, recipe.reward.engines[name].model.dtype), job.device.type)
     started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]
     LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,13 @@ from megarl.algorithms import (
     find,
     importance_weights,
     kl_estimate,
+    mixed_reward,
     overlong_penalty,
     token_weights,
     value_loss,
     whiten,
 )
-from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RewardModel, RlRecipe
+from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RlRecipe
 from megarl.types import Group
 
 if TYPE_CHECKING:
@@ -34,12 +36,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class Models:
-    """The models of a run, one engine each."""
+    """The models of a run, one engine each; `rewards` by reward source."""
 
     policy: ModelEngine
     reference: ModelEngine | None = None
     critic: ModelEngine | None = None
-    reward: ModelEngine | None = None
+    rewards: dict[str, ModelEngine] = field(default_factory=dict)
 
 
 class RolloutBatch:
@@ -59,19 +61,15 @@ class RolloutBatch:
                 ids = group.prompt.input_ids
                 self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
         self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
-        # by their source; the reward is their weighted sum
-        self._scores = {"rule": torch.tensor([trajectory.reward for trajectory in self._trajectories])}
-        self.rewards = recipe.reward.rule_weight * self._scores["rule"]
         self._weigh()
         # with one update a step, the policy that is updated is the one that sampled
         self._on_policy = self._algorithm.updates == 1
 
     def score(self, models: Models) -> None:
         """Add what the losses will need: rewards, log-probabilities of policy and reference, values, advantages."""
-        source, kl, penalties = self._recipe.reward.model, self._algorithm.kl, None
-        if models.reward is not None and isinstance(source, RewardModel):
-            self._scores["model"] = models.reward.scores(self.sequences)
-            self.rewards = self.rewards + source.weight * self._scores["model"]
+        kl, penalties = self._algorithm.kl, None
+        self._scores = self._all_scores(models)
+        self.rewards = mixed_reward(self._scores, self._recipe.reward.sources)
         if not self._on_policy or (models.reference is not None and kl.where == "reward"):
             old = self._add_column("old_logprob", models.policy.logprobs(self.sequences))
         if models.reference is not None:
@@ -90,10 +88,25 @@ class RolloutBatch:
 
     def _greedy_rewards(self) -> Tensor | None:
         """At each sequence, that of its prompt's greedy answer."""
-        rewards = [group.greedy_reward for group in self._groups for _ in group.trajectories]
-        if any(reward is None for reward in rewards):
+        scores = [group.greedy_scores for group in self._groups]
+        if any(given is None for given in scores):
             return None
-        return self._recipe.reward.rule_weight * torch.tensor(rewards)
+        sources = self._recipe.reward.sources
+        rewards = [sum(sources[name].weight * score for name, score in (given or {}).items()) for given in scores]
+        return torch.tensor(rewards)[self._group]
+
+    def _all_scores(self, models: Models) -> dict[str, Tensor]:
+        """By source, those that came with the samples and those of the models here; NaN where one does not score."""
+        reward, scores = self._recipe.reward, {}
+        for name, source in reward.sources.items():
+            mine = torch.tensor([source.scores(group.prompt.dataset) for group in self._groups])[self._group]
+            if name in models.rewards:
+                chosen = [sequence for sequence, scored in zip(self.sequences, mine.tolist(), strict=True) if scored]
+                found = models.rewards[name].scores(chosen) if chosen else torch.zeros(0)
+                scores[name] = torch.full((len(mine),), math.nan).masked_scatter(mine, found)
+            else:
+                scores[name] = torch.tensor([t.scores.get(name, math.nan) for t in self._trajectories])
+        return scores
 
     def _shaped(self) -> Tensor:
         """Rewards with what is taken off for length."""
@@ -190,11 +203,11 @@ class RolloutBatch:
         }
         averages = {shown: total.sums[name] / tokens for name, shown in names.items() if name in total.sums}
         by_group = self.rewards.split([len(group.trajectories) for group in self._groups])
-        models = len(self._scores) > 1
+        several = {name: scores for name, scores in self._scores.items() if len(self._scores) > 1}
         truncated = sum(trajectory.finish_reason == "length" for trajectory in self._trajectories)
         return {
             "reward": float(self.rewards.mean()),
-            **{f"reward/{name}": float(scores.mean()) for name, scores in self._scores.items() if models},
+            **{f"reward/{name}": float(s.nanmean()) for name, s in several.items() if not s.isnan().all()},
             "length": float(self._lengths.double().mean()),
             "length_max": int(self._lengths.max()),
             "tokens": int(self._lengths.sum()),

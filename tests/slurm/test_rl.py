@@ -37,7 +37,7 @@ def submit(cluster: Cluster, task: Path, run_dir: Path, *arguments: str, control
         f"run_dir={run_dir}",
         "batch.prompts=8",
         "rollout.max_new_tokens=48",
-        r"reward.rule.pattern=(\d)",
+        r"reward.sources.answer.pattern=(\d)",
         "optimizer.learning_rate=1e-3",
         "optimizer.warmup_steps=0",
         "evaluation.problems=8",

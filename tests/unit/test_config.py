@@ -46,7 +46,7 @@ model: {path: model}
 data: {train: train.jsonl, test: test.jsonl}
 batch: {prompts: 4, group_size: 8}
 rollout: {max_new_tokens: 100}
-reward: {rule: {type: exact_match}}
+reward: {sources: {answer: {type: exact_match}}}
 optimizer: {learning_rate: 1e-4}
 """
 
@@ -180,7 +180,7 @@ def test_a_file_name_becomes_a_name_and_run_dir_overrides_it(tmp_path: Path) -> 
         (["name='12'"], "name", "12"),
         (['name="1e5"'], "name", "1e5"),
         (["rollout.server_args.log_level=info"], "rollout.server_args", {"log_level": "info"}),
-        (["reward.rule.pattern='a=(\\d+)'"], "reward.rule.pattern", r"a=(\d+)"),
+        (["reward.sources.answer.pattern='a=(\\d+)'"], "reward.sources.answer.pattern", r"a=(\d+)"),
         (["run_dir=a=b"], "run_dir", "a=b"),
         (["algorithm.loss.clip_high=0.3"], "algorithm.loss.type", "ppo"),  # the default's, if none is given
         (["batch=", "batch.prompts=1", "batch.group_size=2"], "batch.prompts", 1),
@@ -198,7 +198,10 @@ def test_overrides(tmp_path: Path, overrides: list[str], key: str, value: Any) -
         ("rollout.temprature", "rollout.temprature: unknown key; did you mean rollout.temperature?"),
         ("learning_rate", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
         ("algorithm.group_size", "algorithm.group_size: unknown key; did you mean batch.group_size?"),
-        ("reward.rule.patern", "reward.rule.patern: unknown key; did you mean reward.rule.pattern?"),
+        (
+            "reward.sources.answer.patern",
+            "reward.sources.answer.patern: unknown key; did you mean reward.sources.answer.pattern?",
+        ),
         ("batch.sequences", "batch.sequences: unknown key; a recipe of type sft has it"),
         ("layout.qqq", "layout.qqq: unknown key; known here are tensor, pipeline"),
         ("optimizer.schedule.final_ratio", "optimizer.schedule.final_ratio: unknown key; another type of optimizer"),

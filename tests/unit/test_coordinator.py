@@ -26,10 +26,15 @@ class Engine:
     def __init__(self) -> None:
         self.version = 0
         self.temperatures: list[float] = []
+        self.scored: list[list[int]] = []
 
     async def generate(self, input_ids: list[int], *, samples: int, temperature: float, **_: Any) -> list[Completion]:
         self.temperatures.append(temperature)
         return [Completion([1, 2], [-1.0, -1.0], "stop", self.version)] * samples
+
+    async def score(self, sequences: list[list[int]]) -> list[float]:
+        self.scored += sequences
+        return [len(self.scored) / 10] * len(sequences)
 
 
 class Rewards:
@@ -40,8 +45,8 @@ class Rewards:
     def __init__(self, hopeless: bool) -> None:
         self._hopeless = hopeless
 
-    async def score_many(self, pairs: list[tuple[str, str]]) -> list[float]:
-        return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (_, answer) in enumerate(pairs)]
+    async def score_many(self, items: list[tuple[str, str, str]]) -> list[float]:
+        return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (*_, answer) in enumerate(items)]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +65,7 @@ def take(job: Path, *overrides: str, steps: int = 1, hopeless: bool = False) -> 
         engine, queue = Engine(), TransferQueue(PROMPTS)
         rewards: Any = Rewards(hopeless)
         engines: Any = [engine]
-        coordinator = Coordinator(recipe, engines, rewards, queue, max_positions=64)
+        coordinator = Coordinator(recipe, engines, rewards, {"taste": engines[0]}, queue, max_positions=64)
 
         async def run() -> list[Taken]:
             taken = []
@@ -83,7 +88,7 @@ def test_all_groups_are_the_next_rows(job: Path) -> None:
     taken, _ = take(job, steps=2)
     assert [(rows(t), t.asked) for t in taken] == [([0, 1], 2), ([2, 3], 2)]
     assert [group.prompt.index for t in taken for group in t.groups] == [0, 1, 2, 3]
-    assert all(group.greedy_reward is None for t in taken for group in t.groups)
+    assert all(group.greedy_scores is None for t in taken for group in t.groups)
 
 
 def test_uninformative_groups_are_replaced(job: Path) -> None:
@@ -105,5 +110,24 @@ def test_bounds_are_on_the_share_of_right_samples(job: Path) -> None:
 
 def test_remax_asks_for_greedy_answers(job: Path) -> None:
     (taken,), engine = take(job, "algorithm.advantage.type=remax")
-    assert [group.greedy_reward for group in taken.groups] == [1.0, 0.0]
+    assert [group.greedy_scores for group in taken.groups] == [{"answer": 1.0}, {"answer": 0.0}]
     assert sorted(engine.temperatures) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_more_prompts_than_needed_in_one_wave(job: Path) -> None:
+    taken, _ = take(job, "batch.sampling={type: informative, waves: 2, ask: 5}", steps=2)
+    assert [(rows(t), t.asked) for t in taken] == [([1, 3], 5), ([11, 13], 5)]
+
+
+def test_a_row_is_scored_by_the_sources_of_its_dataset(job: Path) -> None:
+    """The first rule that scores it says what is right."""
+    write_rows(job / "routed.jsonl", [Problem(f"{i}+0=", str(i), "even" if i % 2 == 0 else "odd") for i in range(20)])
+    sources = (
+        "{taste: {type: engine, model: {path: m}, datasets: [odd]}, all: {type: math_verify, datasets: [odd]},"
+        " answer: {type: exact_match}}"
+    )
+    (taken,), engine = take(job, "data.train=routed.jsonl", f"reward={{sources: {sources}}}", "batch.sampling.type=all")
+    even, odd = taken.groups
+    assert [trajectory.scores for trajectory in even.trajectories] == [{"answer": 1.0}] * SAMPLES
+    assert [list(trajectory.scores) for trajectory in odd.trajectories] == [["all", "answer", "taste"]] * SAMPLES
+    assert engine.scored == [[*odd.prompt.input_ids, 1, 2]] * SAMPLES
