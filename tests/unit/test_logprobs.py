@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 
+from megarl.algorithms.losses import PolicyTokens, ppo
 from megarl.model_engine.logprobs import token_divergences, token_logprobs
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 16, 7, 5
@@ -206,6 +207,41 @@ def test_divergences_and_their_gradients(
         )
     assert not grad(given[1])[VOCAB:].any(), "padding gets no gradient"
     assert all(tensor.grad is None for tensor in reference), "the reference gets none"
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 2.5])
+def test_a_temperature_divides_the_logits_of_everything_that_is_learned_from(
+    group: dist.ProcessGroup, temperature: float
+) -> None:
+    """What scales the hidden states is undone; and a loss's gradients are those of softmax(logits / temperature)."""
+    given, (other, other_weight) = inputs(), reference_inputs()
+    scaled = (temperature * given[0]).detach().requires_grad_(), *given[1:]
+    hot: dict[str, Any] = {"vocab": VOCAB, "temperature": temperature, "group": group}
+    plain = hot | {"temperature": 1.0}
+    logprobs, entropies = token_logprobs(*scaled, **hot)
+    divergences = token_divergences(*scaled[:2], temperature * other.detach(), other_weight, **hot)
+    torch.testing.assert_close((logprobs, entropies), token_logprobs(*given, **plain))
+    torch.testing.assert_close(divergences, token_divergences(*given[:2], other, other_weight, **plain))
+
+    found = policy_objective(*token_logprobs(*given, **hot), token_divergences(*given[:2], other, other_weight, **hot))
+    wanted, values = exact(given, temperature=temperature)
+    again, exact_values = exact_divergences(given, (other, other_weight), temperature=temperature)
+    want = policy_objective(*values, exact_values)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5, check_dtype=False)
+    found.backward()
+    want.backward()
+    for i in (0, 1):
+        total = grad(wanted[i]) + grad(again[i])
+        torch.testing.assert_close(grad(given[i])[:VOCAB], total[:VOCAB], rtol=1e-5, atol=2e-5, check_dtype=False)
+
+
+def policy_objective(logprobs: Tensor, entropies: Tensor, divergences: Tensor) -> Tensor:
+    """PPO's loss with ratios on both sides of the clip, an entropy and a divergence."""
+    gaps = torch.linspace(-0.5, 0.55, TOKENS)
+    number = torch.zeros(TOKENS).long()
+    ones = torch.ones(TOKENS)
+    tokens = PolicyTokens(logprobs, logprobs.detach() - gaps, torch.linspace(-1, 2, TOKENS), ones, number, 1)
+    return (ppo(tokens)[0] - 0.1 * entropies + 0.3 * divergences).sum()
 
 
 HARD = {
