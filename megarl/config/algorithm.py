@@ -144,8 +144,8 @@ class AdaptiveKl(Section):
 class Kl(Section):
     coefficient: NonNegativeFloat = 0.0
     """Weight of the divergence from the initial policy; 0: no reference model is built."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """How it is estimated at a token; in the loss k1 has no gradient on average, and k2 that of the divergence."""
+    estimator: Literal["k1", "k2", "k3", "full"] = "k3"
+    """How it is estimated at a token; in the loss k1 has no gradient on average, k2 the right one; full is exact."""
     where: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken from the reward of each token."""
     control: FixedKl | AdaptiveKl = Field(default=FixedKl(), discriminator="type")

@@ -150,6 +150,11 @@ def _algorithm(recipe: RlRecipe) -> list[str]:
         )
     if algorithm.kl.where == "reward" and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.where: reward says what a coefficient of 0 does; set algorithm.kl.coefficient")
+    if algorithm.kl.estimator == "full" and algorithm.kl.coefficient and recipe.layout.pipeline > 1:
+        problems.append(
+            f"algorithm.kl.estimator: full needs the whole reference model on a rank, and layout.pipeline is"
+            f" {recipe.layout.pipeline}; use k2 or k3, or set layout.pipeline=1"
+        )
     if isinstance(algorithm.kl.control, AdaptiveKl) and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.control: adaptive needs one to start from; set algorithm.kl.coefficient")
     if isinstance(algorithm.correction, ImportanceCorrection) and algorithm.correction.low >= algorithm.correction.high:

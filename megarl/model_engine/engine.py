@@ -28,7 +28,7 @@ from megarl.model_engine.build import (
 )
 from megarl.model_engine.export import HfExport
 from megarl.model_engine.flops import training_flops
-from megarl.model_engine.heads import output_head
+from megarl.model_engine.heads import LogprobHead, output_head
 from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate, inputs
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
@@ -59,7 +59,8 @@ class Metrics:
 
 
 # (micro-batch, what the model's head gives) -> (loss summed over this rank's tokens, sums, maxima)
-# A policy's head gives logprobs [T] and entropies [T], a critic's or a reward model's values [T].
+# A policy's head gives logprobs [T] and entropies [T], and divergences [T] if there is a reference; a critic's or a
+# reward model's values [T].
 LossFunction = Callable[Concatenate[MicroBatch, ...], tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]
 
 
@@ -133,6 +134,13 @@ class ModelEngine:
         """Log-probabilities of all response tokens: a flat float32 vector in the order of `sequences`, on all ranks."""
         return self._forward("policy", sequences)
 
+    def divergences(self, sequences: list[TokenSequence], reference: ModelEngine) -> Tensor:
+        """A policy's exact divergence (nats) from a `reference` before each response token, in the form of `logprobs`.
+
+        It is KL(policy || reference) over the vocabulary, of both at the policy's temperature.
+        """
+        return self._forward("policy", sequences, reference)
+
     def values(self, sequences: list[TokenSequence]) -> Tensor:
         """A critic's values before each response token, in the form of `logprobs`."""
         return self._forward("critic", sequences)
@@ -144,15 +152,16 @@ class ModelEngine:
         """
         return self._forward("reward", sequences)
 
-    def _forward(self, head: HeadName, sequences: list[TokenSequence]) -> Tensor:
-        """What the head gives first, of all response tokens of the sequences that are fed."""
+    def _forward(self, head: HeadName, sequences: list[TokenSequence], reference: ModelEngine | None = None) -> Tensor:
+        """What the head gives first, or the divergences, of all response tokens of the sequences that are fed."""
         assert self._shape.head.name == head, f"a {self._shape.head.name} model is asked for what a {head} model gives"
         self._offloader.require("a forward pass", "parameters")
         # columns are for losses, and those of a policy do not fit what a reward model is fed
         sequences = self._head.fed([replace(sequence, columns={}) for sequence in sequences])
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
-        def collect(batch: MicroBatch, output: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        def collect(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            output = outputs[0 if reference is None else -1]
             if self._reports:
                 predicted = batch.mask > 0
                 flat[batch.response_index[predicted]] = output[predicted]
@@ -160,13 +169,16 @@ class ModelEngine:
 
         # forward_only does not switch autograd off
         with torch.no_grad():
-            self._run(sequences, collect, forward_only=True)
+            self._run(sequences, collect, reference, forward_only=True)
         dist.all_reduce(flat)
         return flat.cpu()
 
-    def update(self, sequences: list[TokenSequence], loss: LossFunction) -> Update:
+    def update(
+        self, sequences: list[TokenSequence], loss: LossFunction, reference: ModelEngine | None = None
+    ) -> Update:
         """One optimizer update on the gradient of the sum of `loss` over all sequences.
 
+        With a `reference` a policy's loss is also given the divergences [T] from it, as those of `divergences`.
         A reward model's sequences count as one response token each: so many values have their columns.
 
         Raises FloatingPointError: the gradient is not finite.
@@ -184,7 +196,7 @@ class ModelEngine:
         for part in self._model:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(self._head.fed(sequences), counted, forward_only=False)
+        self._run(self._head.fed(sequences), counted, reference, forward_only=False)
         metrics = Metrics()
         for sums, maxima in seen:  # not before: reading a value waits for the device
             metrics.add(sums, maxima)
@@ -264,21 +276,31 @@ class ModelEngine:
         mine += [[]] * (-len(mine) % group)
         return collate(sequences, mine, self._alignment, self._device, equal=self._layout.interleave > 1)
 
-    def _run(self, sequences: list[TokenSequence], loss: Callable[..., Any], *, forward_only: bool) -> None:
+    def _run(
+        self,
+        sequences: list[TokenSequence],
+        loss: Callable[..., Any],
+        reference: ModelEngine | None = None,
+        *,
+        forward_only: bool,
+    ) -> None:
         """Megatron's schedule over the micro-batches; `loss` gets each with what the head gives."""
+        if reference is not None:
+            reference._offloader.require("a forward pass", "parameters")
         batches = self._microbatches(sequences)
         one = torch.tensor(1, dtype=torch.int, device=self._device)
 
         def step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
-            ids = batch.input_ids[None]
-            output = model(ids, batch.packing.positions[None], None, packed_seq_params=batch.packing)
 
             def finish(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                value, report = loss(batch, *self._head.outputs(model, output, batch))
+                outputs = self._head.outputs(model, output, batch)
+                if reference is not None:
+                    outputs = *outputs, self._divergences(model, output, reference, batch)
+                value, report = loss(batch, *outputs)
                 return value, one, report
 
-            return output, finish
+            return _output(model, batch), finish
 
         get_forward_backward_func()(
             forward_step_func=step,
@@ -289,3 +311,16 @@ class ModelEngine:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+
+    def _divergences(self, model: Any, output: Tensor, reference: ModelEngine, batch: MicroBatch) -> Tensor:
+        """The reference reads the micro-batch here, so that its hidden states need not be kept until then."""
+        assert isinstance(self._head, LogprobHead), "only policies have divergences"
+        (other,) = reference._model  # whole: with pipeline stages, no rank has both what it reads and what it gives
+        with torch.no_grad():
+            other_output = _output(other, batch)
+        return self._head.divergences(model, output, other, other_output)
+
+
+def _output(model: Any, batch: MicroBatch) -> Tensor:
+    """What the output layer gives, or on earlier pipeline stages the last layer."""
+    return model(batch.input_ids[None], batch.packing.positions[None], None, packed_seq_params=batch.packing)

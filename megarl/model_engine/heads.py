@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megarl.config import CriticHead, ModelShape, PolicyHead, RewardHead
-from megarl.model_engine.logprobs import token_logprobs
+from megarl.model_engine.logprobs import token_divergences, token_logprobs
 from megarl.model_engine.microbatch import MicroBatch, TokenSequence
 from megarl.model_engine.modules import HiddenOutput, ScalarOutput
 
@@ -53,6 +53,20 @@ class LogprobHead(OutputHead):
             output[0],
             _output_weight(model),
             batch.targets,
+            vocab=self._vocab,
+            temperature=self._temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+        )
+
+    def divergences(
+        self, model: Any, output: Float[Tensor, "1 T H"], reference: Any, reference_output: Float[Tensor, "1 T R"]
+    ) -> Float[Tensor, " T"]:
+        """From `model` to a reference, at this head's temperature; with a gradient for `model` alone."""
+        return token_divergences(
+            output[0],
+            _output_weight(model),
+            reference_output[0],
+            _output_weight(reference),
             vocab=self._vocab,
             temperature=self._temperature,
             group=parallel_state.get_tensor_model_parallel_group(),

@@ -1,15 +1,17 @@
-"""Log-probabilities and entropies straight from hidden states, with the output matrix split over the vocabulary.
+"""Log-probabilities, entropies and divergences straight from hidden states, with the output matrix split over the
+vocabulary.
 
-The engine calls `token_logprobs` with what the last layer gives, in place of an output layer. Nothing of the size
-tokens x vocabulary is ever held: the logits of some tokens at a time are made, reduced to a few numbers a token, and
-made again in the backward pass. The idea is that of "Cut Your Losses in Large-Vocabulary Language Models" (Wijmans et
-al., 2024, arXiv:2411.09009), in plain PyTorch and over tensor-parallel ranks. It does not reduce the gradient of the
-hidden states over the ranks: the caller's mapping into the tensor-parallel region does.
+The engine calls `token_logprobs` with what the last layer gives, in place of an output layer, and `token_divergences`
+with that of a reference model, too. Nothing of the size tokens x vocabulary is ever held: the logits of some tokens at
+a time are made, reduced to a few numbers a token, and made again in the backward pass. The idea is that of "Cut Your
+Losses in Large-Vocabulary Language Models" (Wijmans et al., 2024, arXiv:2411.09009), in plain PyTorch and over
+tensor-parallel ranks. It does not reduce the gradient of the hidden states over the ranks: the caller's mapping into
+the tensor-parallel region does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 CHUNK_BYTES = 256 << 20
-"""The float32 logits of a chunk. Two buffers of this size are alive at the peak, in the backward pass.
+"""The float32 logits of a chunk. Two buffers of this size are alive at the peak, in the backward pass; for divergences
+it is three, in the forward pass.
 
 A chunk of n tokens does about 6 n operations for each weight in the backward pass, and reads and writes the weight's
 float32 gradient, 8 bytes. GPUs do some 200 operations in the time of a byte, so n should be some hundreds: it is 441
@@ -28,7 +31,7 @@ for 151,936 rows. Smaller buffers would save little beside the gradient itself, 
 
 
 class _Split(NamedTuple):
-    """What the function needs to know beside its tensors."""
+    """What the functions need to know beside their tensors."""
 
     vocab: int
     temperature: float
@@ -85,14 +88,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
         hidden, weight, targets, log_normalizer, entropy = ctx.saved_tensors
-        split: _Split = ctx.split
-        rows, local = split.real_rows(weight), targets - split.first_row(weight)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        for chunk in split.chunks(weight, len(hidden)):
-            logits = _logits(hidden[chunk], rows, split.temperature)
-            grad = _logits_grad(
+        local = targets - ctx.split.first_row(weight)
+
+        def logits_grad(chunk: slice, logits: Tensor) -> Tensor:
+            return _logits_grad(
                 logits,
                 local[chunk],
                 log_normalizer[chunk],
@@ -100,14 +99,79 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 None if grad_logprobs is None else grad_logprobs[chunk],
                 None if grad_entropy is None else grad_entropy[chunk],
             )
-            del logits  # `grad` overwrote it; in half precision it would stay beside the copy
-            grad = grad.div_(split.temperature).to(hidden.dtype)
-            if hidden_grad is not None:
-                torch.mm(grad, rows, out=hidden_grad[chunk])
-            if weight_grad is not None:
-                _add_product(weight_grad[: len(rows)], grad, hidden[chunk], split.chunk_bytes)
-            del grad  # before the next chunk's logits
-        return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+
+        return *_input_grads(ctx, hidden, weight, logits_grad), None, None
+
+
+class _ChunkedDivergences(torch.autograd.Function):
+    """One all-gather of five values a token in the forward pass, no collective in the backward pass.
+
+    By the chain rule, the divergence is that between the probabilities of the ranks' parts of the vocabulary, plus that
+    within each part, weighted by the policy's probability of the part. So a rank can reduce its rows in one pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, other: Tensor, other_weight: Tensor, split: _Split) -> Tensor:
+        rows, other_rows = split.real_rows(weight), split.real_rows(other_weight)
+        # Of the policy and the reference, what _normalize gives, and the divergence within this rank's rows.
+        mine = hidden.new_zeros((5, len(hidden)), dtype=torch.float32)
+        # The least float and not -inf, so that the part of a rank without rows has probability 0 and not NaN.
+        mine[0:4:2] = torch.finfo(torch.float32).min
+        for chunk in split.chunks(weight, len(hidden)):
+            log_p = _logits(hidden[chunk], rows, split.temperature)
+            log_q = _logits(other[chunk], other_rows, split.temperature)
+            mine[:2, chunk], mine[2:4, chunk] = _normalize(log_p), _normalize(log_q)
+            mine[4, chunk] = _divergence(log_p, log_q, -1)
+            del log_p, log_q  # before the next chunk's logits
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(split.group))]
+        dist.all_gather(gathered, mine, group=split.group)
+        parts = torch.stack(gathered)
+        peaks, log_totals, within = parts[:, 0:4:2], parts[:, 1:4:2], parts[:, 4]
+        highest = peaks.amax(0)
+        log_parts = peaks - highest + log_totals
+        log_total = log_parts.logsumexp(0)
+        log_p, log_q = (log_parts - log_total).unbind(1)
+        divergence = (log_p.exp() * within).sum(0) + _divergence(log_p, log_q, 0)
+        ctx.split = split
+        ctx.save_for_backward(hidden, weight, other, other_weight, highest, log_total, divergence)
+        return divergence
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        """d KL / d logit_j = p_j (log p_j - log q_j - KL)."""
+        hidden, weight, other, other_weight, highest, log_total, divergence = ctx.saved_tensors
+        other_rows = ctx.split.real_rows(other_weight)
+
+        def logits_grad(chunk: slice, logits: Tensor) -> Tensor:
+            log_p, log_q = logits, _logits(other[chunk], other_rows, ctx.split.temperature)
+            for i, log in enumerate((log_p, log_q)):
+                log.sub_(highest[i, chunk, None]).sub_(log_total[i, chunk, None])
+            below = log_q.sub_(log_p).add_(divergence[chunk, None])
+            return log_p.exp_().mul_(below).mul_(-grad[chunk, None])
+
+        return *_input_grads(ctx, hidden, weight, logits_grad), None, None, None
+
+
+def _input_grads(
+    ctx: Any, hidden: Tensor, weight: Tensor, logits_grad: Callable[[slice, Tensor], Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and matrix; `logits_grad` makes that of a chunk's logits, and may overwrite these."""
+    split: _Split = ctx.split
+    rows = split.real_rows(weight)
+    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    hidden_grad = torch.zeros_like(hidden) if needs_hidden else None
+    weight_grad = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+    for chunk in split.chunks(weight, len(hidden)):
+        # No name for the logits: in half precision they would stay beside the copy.
+        grad = logits_grad(chunk, _logits(hidden[chunk], rows, split.temperature))
+        grad = grad.div_(split.temperature).to(hidden.dtype)
+        if hidden_grad is not None:
+            torch.mm(grad, rows, out=hidden_grad[chunk])
+        if weight_grad is not None:
+            _add_product(weight_grad[: len(rows)], grad, hidden[chunk], split.chunk_bytes)
+        del grad  # before the next chunk's logits
+    return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype)
 
 
 def _logits(hidden: Tensor, rows: Tensor, temperature: float) -> Tensor:
@@ -122,6 +186,27 @@ def _reduce(logits: Tensor, local: Tensor) -> tuple[Tensor, Tensor]:
     target_logit = logits.gather(-1, local.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
     exp = logits.exp()
     return peak, torch.stack([exp.sum(-1), exp.mul_(logits).sum(-1), target_logit])
+
+
+def _normalize(logits: Tensor) -> Tensor:
+    """Overwrite logits with log-probabilities; returns [2, n], of each token the largest logit and log sum(exp(below)).
+
+    These are kept apart: the sum of both would be rounded as coarsely as the largest logit.
+    """
+    peak = logits.amax(-1)
+    log_total = logits.sub_(peak[:, None]).exp().sum(-1).log()
+    logits.sub_(log_total[:, None])
+    return torch.stack([peak, log_total])
+
+
+def _divergence(log_p: Tensor, log_q: Tensor, dim: int) -> Tensor:
+    """sum p (log p - log q) as the sum of q - p + p (log p - log q), which is the same since p and q each sum to 1.
+
+    Each term is at least 0 and has its minimum where q = p, so that rounding of log p and log q hardly shows where the
+    distributions are close. Overwrites both.
+    """
+    p = log_p.exp()
+    return log_p.sub_(log_q).mul_(p).sub_(p).add_(log_q.exp_()).sum(dim)
 
 
 def _logits_grad(
@@ -191,3 +276,23 @@ def token_logprobs(
     """
     split = _Split(vocab=vocab, temperature=temperature, group=group, chunk_bytes=chunk_bytes)
     return _ChunkedLogprobs.apply(hidden, weight, targets, split)
+
+
+def token_divergences(
+    hidden: Float[Tensor, "T H"],
+    weight: Float[Tensor, "shard H"],
+    reference_hidden: Float[Tensor, "T R"],
+    reference_weight: Float[Tensor, "shard R"],
+    *,
+    vocab: int,
+    temperature: float,
+    group: dist.ProcessGroup,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Float[Tensor, " T"]:
+    """KL(policy || reference) = sum_v p_v (log p_v - log q_v) (nats) at each token, over the whole vocabulary; float32.
+
+    `hidden` and `weight` are the policy's and alone get a gradient; the others are the reference model's. Everything
+    else is as in `token_logprobs`, and `temperature` is that of both.
+    """
+    split = _Split(vocab=vocab, temperature=temperature, group=group, chunk_bytes=chunk_bytes)
+    return _ChunkedDivergences.apply(hidden, weight, reference_hidden, reference_weight, split)

@@ -175,7 +175,7 @@ def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, ste
         model.update_count = step * len(minibatches) + index  # the schedule goes on where one is passed over
         rate = model.learning_rate
         if sequences:
-            update = model.update(sequences, batch.loss())
+            update = model.update(sequences, batch.loss(), batch.reference(models))
             parts.append(update.metrics)
             norms.append(update.grad_norm)
     total = _merged(job, parts, step) if parts else batch.mismatch(model)

@@ -67,15 +67,19 @@ class RolloutBatch:
 
     def score(self, models: Models) -> None:
         """Add what the losses will need: rewards, log-probabilities of policy and reference, values, advantages."""
-        kl, penalties = self._algorithm.kl, None
+        reference, kl, penalties = models.reference, self._algorithm.kl, None
+        estimated = reference is not None and kl.estimator != "full"
         self._scores = self._all_scores(models)
         self.rewards = mixed_reward(self._scores, self._recipe.reward.sources)
-        if not self._on_policy or (models.reference is not None and kl.where == "reward"):
+        if not self._on_policy or (estimated and kl.where == "reward"):
             old = self._add_column("old_logprob", models.policy.logprobs(self.sequences))
-        if models.reference is not None:
-            other = self._add_column("reference_logprob", models.reference.logprobs(self.sequences))
+        if reference is not None and kl.estimator != "full":
+            other = self._add_column("reference_logprob", reference.logprobs(self.sequences))
             if kl.where == "reward":
                 penalties = self._kl_coefficient * kl_estimate(old, other, kl.estimator)
+        elif reference is not None and kl.where == "reward":
+            exact = self._add_column("divergence", models.policy.divergences(self.sequences, reference))
+            penalties = self._kl_coefficient * exact
         values = None if models.critic is None else self._add_column("old_value", models.critic.values(self.sequences))
         outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values, self._greedy_rewards())
         advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
@@ -126,13 +130,18 @@ class RolloutBatch:
         count = self._algorithm.minibatches
         return [self.sequences[start::count] for start in range(count)] * self._algorithm.epochs
 
+    def reference(self, models: Models) -> ModelEngine | None:
+        """The model from which `loss` must be given the divergences."""
+        kl = self._algorithm.kl
+        return models.reference if kl.estimator == "full" and kl.where == "loss" else None
+
     def loss(self) -> LossFunction:
         """The policy loss summed over a micro-batch's response tokens, with what is logged of it."""
         algorithm, on_policy, kl_coefficient = self._algorithm, self._on_policy, self._kl_coefficient
         token_losses, options = _chosen(algorithm.loss, LOSSES)
 
         def policy_loss(
-            batch: MicroBatch, logprobs: Tensor, entropies: Tensor
+            batch: MicroBatch, logprobs: Tensor, entropies: Tensor, divergences: Tensor | None = None
         ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
             columns, mask = batch.columns, batch.mask
             old = logprobs.detach() if on_policy else columns["old_logprob"]
@@ -147,9 +156,11 @@ class RolloutBatch:
                 sums |= {"corrected": outside.sum(), "importance": weights.sum()}
             if algorithm.entropy_coefficient:
                 losses = losses - algorithm.entropy_coefficient * entropies
-            if "reference_logprob" in columns:
+            kl = columns.get("divergence", divergences)
+            if algorithm.kl.estimator != "full" and "reference_logprob" in columns:
                 # masked before the exponential: where the reference's column is padding, it would overflow
                 kl = kl_estimate(logprobs * mask, columns["reference_logprob"], algorithm.kl.estimator)
+            if kl is not None:
                 sums["kl"] = (kl.detach() * mask).sum()
                 if algorithm.kl.where == "loss":
                     losses = losses + kl_coefficient * kl

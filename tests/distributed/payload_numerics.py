@@ -219,6 +219,7 @@ def engine(
     shape: ModelShape,
     layout: Layout,
     balance: ExpertBalance = ExpertBalance(),  # noqa: B008 (frozen)
+    temperature: float = 1.0,
 ) -> ModelEngine:
     return ModelEngine(
         Model(path=directory),
@@ -227,6 +228,7 @@ def engine(
         device=CPU,
         seed=0,
         max_tokens_per_rank=96,
+        temperature=temperature,
         optimizer=OPTIMIZER,
         balance=balance,
         updates=2,

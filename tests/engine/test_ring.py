@@ -85,7 +85,7 @@ def test_stop_and_resume(sft_model: Path, addition: Path, tmp_path: Path) -> Non
 
 
 def test_torchrun_minibatches_and_reference_model(sft_model: Path, addition: Path, tmp_path: Path) -> None:
-    """Several updates a step need the old log-probabilities, and a KL term a second model."""
+    """Several updates a step need the old log-probabilities, and the exact divergence a second model in each."""
     run = tmp_path / "run"
     overrides = [
         f"model.path={sft_model}",
@@ -97,7 +97,7 @@ def test_torchrun_minibatches_and_reference_model(sft_model: Path, addition: Pat
         "steps=3",
         "optimizer.warmup_steps=2",
         "layout.tensor=1",
-        "algorithm={minibatches: 2, kl: {coefficient: 0.05}, loss: {clip_low: 0.01, clip_high: 0.01}}",
+        "algorithm={minibatches: 2, kl: {coefficient: 0.05, estimator: full}, loss: {clip_low: 0.01, clip_high: 0.01}}",
     ]
     with local_job(run, RL, *overrides, launcher="torchrun") as job:
         assert job.wait() == 0, job.output()[-3000:]

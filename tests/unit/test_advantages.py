@@ -7,16 +7,24 @@ import math
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms import advantages
+from megarl.algorithms import ADVANTAGES, advantages
 from megarl.algorithms.advantages import Outcomes
 
 SEEDS = range(6)
 GROUP_METHODS = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_plus_plus_baseline"]
+EVERY = [*ADVANTAGES, "reinforce_plus_plus_baseline"]
+
+# the same examples each time; the machine may be busy
+examples = settings(derandomize=True, deadline=None, max_examples=20)
+seeds = st.integers(0, 10_000)
 
 
 def outcomes_of(seed: int, *, binary: bool = False) -> Outcomes:
@@ -42,9 +50,14 @@ def outcomes_of(seed: int, *, binary: bool = False) -> Outcomes:
 
 
 def run(name: str, outcomes: Outcomes) -> Tensor:
-    if name == "reinforce_plus_plus_baseline":
-        return advantages.reinforce_plus_plus(outcomes, group_baseline=True)
-    return getattr(advantages, name)(outcomes)  # type: ignore[no-any-return]
+    match name:
+        case "reinforce_plus_plus_baseline":
+            return advantages.reinforce_plus_plus(outcomes, group_baseline=True)
+        case "pass_at_k":
+            return advantages.pass_at_k(outcomes, k=int(outcomes.group.bincount().min()))
+        case "gae":
+            return advantages.gae(outcomes, discount=0.9, smoothing=0.8)[0]
+    return ADVANTAGES[name](outcomes)  # type: ignore[no-any-return]
 
 
 # --- the equations as loops
@@ -171,32 +184,54 @@ def test_more_choices_than_samples_are_refused() -> None:
 # --- what changes nothing
 
 
-@pytest.mark.parametrize("name", [*GROUP_METHODS, "reinforce_plus_plus"])
-def test_the_order_of_sequences_does_not_matter(name: str) -> None:
-    outcomes = outcomes_of(1)
-    order = torch.randperm(len(outcomes.group), generator=torch.Generator().manual_seed(0))
-    parts = outcomes.penalties.split(outcomes.lengths.tolist())  # type: ignore[union-attr]
+@pytest.mark.parametrize("name", EVERY)
+@examples
+@given(seeds, st.booleans())
+def test_the_order_of_sequences_does_not_matter(name: str, seed: int, binary: bool) -> None:
+    outcomes = outcomes_of(seed, binary=binary)
+    lengths = outcomes.lengths.tolist()
+    order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
+
+    def at_tokens(flat: Tensor | None) -> Tensor | None:
+        return None if flat is None else torch.cat([flat.split(lengths)[i] for i in order])
+
+    assert outcomes.greedy_rewards is not None
     moved = Outcomes(
         outcomes.rewards[order],
         outcomes.group[order],
         outcomes.lengths[order],
-        torch.cat([parts[i] for i in order]),
+        at_tokens(outcomes.penalties),
+        at_tokens(outcomes.values),
+        outcomes.greedy_rewards[order],
     )
-    before = run(name, outcomes).split(outcomes.lengths.tolist())
-    torch.testing.assert_close(run(name, moved), torch.cat([before[i] for i in order]))
+    torch.testing.assert_close(run(name, moved), at_tokens(run(name, outcomes)))
 
 
-@pytest.mark.parametrize("name", GROUP_METHODS)
-def test_a_constant_added_to_a_groups_rewards_does_not_matter(name: str) -> None:
-    plain = outcomes_of(2)
-    shifted = Outcomes(plain.rewards + plain.group, plain.group, plain.lengths, plain.penalties)
+@pytest.mark.parametrize("name", [*GROUP_METHODS, "remax"])
+@examples
+@given(seeds, st.booleans(), st.floats(-10, 10))
+def test_a_constant_added_to_a_groups_rewards_does_not_matter(
+    name: str, seed: int, binary: bool, constant: float
+) -> None:
+    """Another one for each group; the greedy answer is one of its samples, too."""
+    plain = outcomes_of(seed, binary=binary)
+    assert plain.greedy_rewards is not None
+    added = constant * plain.group
+    shifted = replace(plain, rewards=plain.rewards + added, greedy_rewards=plain.greedy_rewards + added)
     torch.testing.assert_close(run(name, shifted), run(name, plain), rtol=1e-7, atol=1e-7)
 
 
-def test_grpo_takes_no_notice_of_the_rewards_scale() -> None:
-    plain = outcomes_of(3, binary=True)
-    scaled = Outcomes(plain.rewards * 1e3, plain.group, plain.lengths)
-    torch.testing.assert_close(run("grpo", scaled), run("grpo", plain), rtol=1e-3, atol=1e-3)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "gae"])
+@examples
+@given(seeds, st.floats(0.5, 1e3))
+def test_the_rewards_scale_matters_to_some_in_proportion_and_to_the_others_not(
+    name: str, seed: int, scale: float
+) -> None:
+    plain = outcomes_of(seed, binary=True)
+    assert plain.greedy_rewards is not None
+    scaled = replace(plain, rewards=plain.rewards * scale, greedy_rewards=plain.greedy_rewards * scale)
+    factor = scale if name in ("dr_grpo", "rloo", "opo", "remax") else 1.0
+    torch.testing.assert_close(run(name, scaled), factor * run(name, plain), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", GROUP_METHODS[:-1])

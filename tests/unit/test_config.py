@@ -389,6 +389,8 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
         (["algorithm.minibatches=3"], 6, "minibatches: 4 prompts x 8 samples = 32 sequences cannot be divided"),
         (["algorithm.minibatches=32"], 6, ""),
         (["algorithm.minibatches=32"], 12, "into 32 parts of at least 2 (one for each data-parallel rank)"),
+        (["algorithm.kl={coefficient: 0.1, estimator: full}"], 6, "layout.pipeline is 3; use k2 or k3, or set"),
+        (["algorithm.kl={coefficient: 0.1, estimator: full}", "layout.pipeline=1"], 6, ""),
         (["rollout.tensor_parallel=4"], 6, "an engine of 4 ranks must lie on one node and divide the world evenly"),
         (["rollout.tensor_parallel=3"], 6, "tensor_parallel: 3 does not divide the model's attention heads (8)"),
         (["rollout.tensor_parallel=8"], 24, ""),  # each key-value head on two ranks

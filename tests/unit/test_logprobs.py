@@ -1,4 +1,5 @@
-"""Log-probabilities and entropies from hidden states, against log_softmax in float64; on one, two and four ranks."""
+"""Log-probabilities, entropies and divergences from hidden states, against log_softmax in float64; on one, two and four
+ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import multiprocessing
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.spawn import start_processes
 from torch.profiler import ProfilerActivity, profile
 
-from megarl.model_engine.logprobs import token_logprobs
+from megarl.algorithms.losses import PolicyTokens, ppo
+from megarl.model_engine.logprobs import token_divergences, token_logprobs
 
 VOCAB, PADDED, TOKENS, HIDDEN = 11, 16, 7, 5
 
@@ -48,6 +51,26 @@ def exact(given: Inputs, *, vocab: int = VOCAB, temperature: float = 1.0) -> tup
     log_p = torch.log_softmax(hidden @ weight[:vocab].T / temperature, -1)
     logprobs = log_p.gather(-1, given[2][:, None])[:, 0]
     return (hidden, weight, given[2]), (logprobs, -(log_p.exp() * log_p).sum(-1))
+
+
+def reference_inputs(scale: float = 1.0, *, vocab: int = VOCAB, padded: int = PADDED) -> tuple[Tensor, Tensor]:
+    """Hidden states, of another width, and weight of a reference model."""
+    generator = torch.Generator().manual_seed(6)
+    hidden = scale * torch.randn(TOKENS, HIDDEN + 1, generator=generator)
+    weight = torch.randn(padded, HIDDEN + 1, generator=generator)
+    weight[vocab:] = float("nan")
+    return hidden.requires_grad_(), weight.requires_grad_()
+
+
+def exact_divergences(
+    given: Inputs, reference: tuple[Tensor, Tensor], *, vocab: int = VOCAB, temperature: float = 1.0
+) -> tuple[Inputs, Tensor]:
+    """The policy's inputs in float64, and the divergences in the form of the definition."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in given[:2])
+    other, other_weight = (tensor.detach().double() for tensor in reference)
+    log_p = torch.log_softmax(hidden @ weight[:vocab].T / temperature, -1)
+    log_q = torch.log_softmax(other @ other_weight[:vocab].T / temperature, -1)
+    return (hidden, weight, given[2]), (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
 def weighted_sum(values: Values, used: str = "logprobs+entropies") -> Tensor:
@@ -159,26 +182,133 @@ def test_nothing_is_kept_without_grad(group: dist.ProcessGroup) -> None:
     assert entropies.grad_fn is None
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+def test_divergences_and_their_gradients(
+    group: dist.ProcessGroup, scale: float, temperature: float, chunk_tokens: int
+) -> None:
+    given, reference = inputs(scale), reference_inputs(scale)
+    chunk_bytes = chunk_tokens * 4 * VOCAB
+    found = token_divergences(
+        *given[:2], *reference, vocab=VOCAB, temperature=temperature, group=group, chunk_bytes=chunk_bytes
+    )
+    wanted, want = exact_divergences(given, reference, temperature=temperature)
+    assert found.dtype == torch.float32
+    atol = 1e-6 * max(scale / temperature, 1)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=atol, check_dtype=False)
+    weights = torch.linspace(-1, 2, TOKENS)
+    (found * weights).sum().backward()
+    (want * weights).sum().backward()
+    largest = max(float(want.detach().max()), 1.0) * max(scale, 1) / min(temperature, 1)
+    for got, expected in zip(given[:2], wanted[:2], strict=True):
+        torch.testing.assert_close(
+            grad(got)[:VOCAB], grad(expected)[:VOCAB], rtol=1e-5, atol=2e-6 * largest, check_dtype=False
+        )
+    assert not grad(given[1])[VOCAB:].any(), "padding gets no gradient"
+    assert all(tensor.grad is None for tensor in reference), "the reference gets none"
+
+
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 2.5])
+def test_a_temperature_divides_the_logits_of_everything_that_is_learned_from(
+    group: dist.ProcessGroup, temperature: float
+) -> None:
+    """What scales the hidden states is undone; and a loss's gradients are those of softmax(logits / temperature)."""
+    given, (other, other_weight) = inputs(), reference_inputs()
+    scaled = (temperature * given[0]).detach().requires_grad_(), *given[1:]
+    hot: dict[str, Any] = {"vocab": VOCAB, "temperature": temperature, "group": group}
+    plain = hot | {"temperature": 1.0}
+    logprobs, entropies = token_logprobs(*scaled, **hot)
+    divergences = token_divergences(*scaled[:2], temperature * other.detach(), other_weight, **hot)
+    torch.testing.assert_close((logprobs, entropies), token_logprobs(*given, **plain))
+    torch.testing.assert_close(divergences, token_divergences(*given[:2], other, other_weight, **plain))
+
+    found = policy_objective(*token_logprobs(*given, **hot), token_divergences(*given[:2], other, other_weight, **hot))
+    wanted, values = exact(given, temperature=temperature)
+    again, exact_values = exact_divergences(given, (other, other_weight), temperature=temperature)
+    want = policy_objective(*values, exact_values)
+    torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-5, check_dtype=False)
+    found.backward()
+    want.backward()
+    for i in (0, 1):
+        total = grad(wanted[i]) + grad(again[i])
+        torch.testing.assert_close(grad(given[i])[:VOCAB], total[:VOCAB], rtol=1e-5, atol=2e-5, check_dtype=False)
+
+
+def policy_objective(logprobs: Tensor, entropies: Tensor, divergences: Tensor) -> Tensor:
+    """PPO's loss with ratios on both sides of the clip, an entropy and a divergence."""
+    gaps = torch.linspace(-0.5, 0.55, TOKENS)
+    number = torch.zeros(TOKENS).long()
+    ones = torch.ones(TOKENS)
+    tokens = PolicyTokens(logprobs, logprobs.detach() - gaps, torch.linspace(-1, 2, TOKENS), ones, number, 1)
+    return (ppo(tokens)[0] - 0.1 * entropies + 0.3 * divergences).sum()
+
+
+HARD = {
+    "ordinary": lambda p, q: (p, q),
+    "close": lambda p, q: (p, p + 1e-3 * q),
+    "policy sure": lambda p, q: (200 * p, q),
+    "reference sure": lambda p, q: (p, 200 * q),
+    "huge": lambda p, q: (1e5 * p, 1e5 * q),
+    "huge and close": lambda p, q: (1e5 + p, 1e5 + q),
+    "never sampled": lambda p, q: (p, q - 1e4 * (p == p.amax(-1, keepdim=True))),
+}
+
+
+@pytest.mark.parametrize("case", HARD)
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_divergences_of_hard_logits_to_1e_6(group: dist.ProcessGroup, case: str, temperature: float) -> None:
+    """The logits are the weights themselves, so that they have no rounding of their own."""
+    generator = torch.Generator().manual_seed(0)
+    logits = HARD[case](*torch.randn(2, TOKENS, VOCAB, generator=generator))
+    hidden, weights = torch.eye(TOKENS), [rows.T.contiguous().requires_grad_() for rows in logits]
+    given = hidden, weights[0], torch.zeros(TOKENS).long()
+    found = token_divergences(hidden, weights[0], hidden, weights[1], vocab=VOCAB, temperature=temperature, group=group)
+    wanted, want = exact_divergences(given, (hidden, weights[1]), temperature=temperature)
+    torch.testing.assert_close(found, want, rtol=1e-6, atol=1e-7, check_dtype=False)
+    found.sum().backward()
+    want.sum().backward()
+    atol = 1e-6 * max(float(want.max()), 1.0)  # the gradient is a difference to the divergence
+    torch.testing.assert_close(grad(weights[0]), grad(wanted[1]), rtol=1e-6, atol=atol, check_dtype=False)
+
+
+def test_a_model_does_not_diverge_from_itself(group: dist.ProcessGroup) -> None:
+    hidden, weight, _ = inputs(30.0)
+    same = hidden.detach(), weight.detach()
+    found = token_divergences(hidden, weight, *same, vocab=VOCAB, temperature=0.6, group=group)
+    found.sum().backward()
+    assert not found.any()
+    assert not grad(hidden).any()
+    assert not grad(weight).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_and_collectives_do_not_grow_with_chunks(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
-    """The peak is the gradients, two chunks of float32 logits, and a few numbers a token."""
+@pytest.mark.parametrize(
+    ("kind", "chunks", "collective", "times"), [("logprobs", 2, "allreduce_", 2), ("divergences", 3, "allgather_", 1)]
+)
+def test_memory_and_collectives_do_not_grow_with_chunks(
+    group: dist.ProcessGroup, kind: str, chunks: int, collective: str, times: int, dtype: torch.dtype
+) -> None:
+    """The peak is the gradients, some chunks of float32 logits, and a few numbers a token."""
     vocab, tokens, chunk_bytes = 4096, 512, 8 * 4 * 4096
     hidden, weight = (torch.randn(rows, 4, dtype=dtype).requires_grad_() for rows in (tokens, vocab))
-    targets = torch.randint(vocab, (tokens,))
+    options: dict[str, Any] = {"vocab": vocab, "temperature": 0.9, "group": group, "chunk_bytes": chunk_bytes}
+    targets, reference = torch.randint(vocab, (tokens,)), (hidden.detach().flip(0), weight.detach().flip(0))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        values = token_logprobs(
-            hidden, weight, targets, vocab=vocab, temperature=0.9, group=group, chunk_bytes=chunk_bytes
-        )
-        weighted_sum(values).backward()
+        if kind == "logprobs":
+            weighted_sum(token_logprobs(hidden, weight, targets, **options)).backward()
+        else:
+            token_divergences(hidden, weight, *reference, **options).sum().backward()
     assert seen.profiler is not None
     assert seen.profiler.kineto_results is not None
     events = seen.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
     peak = max(accumulate(change for _, change in changes))
     gradients = 4 * weight.numel() + hidden.nbytes + (weight.nbytes if dtype != torch.float32 else 0)
-    most = gradients + 2 * chunk_bytes + 100 * tokens
+    most = gradients + chunks * chunk_bytes + 160 * tokens
     assert chunk_bytes < peak <= most, f"{peak / chunk_bytes:.2f} chunks"
-    assert sum(event.name() == "c10d::allreduce_" for event in events) == 2
+    names = [event.name() for event in events if event.name().startswith("c10d::")]
+    assert names == [f"c10d::{collective}"] * times
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -206,5 +336,20 @@ def compare_rank(rank: int, ranks: int, store: Path) -> None:
     dist.all_reduce(grad(hidden))
     got = [*values, grad(hidden), grad(part)]
     for tensor, want in zip(got, [*want_values, grad(wanted[0]), grad(wanted[1])[mine]], strict=True):
+        torch.testing.assert_close(tensor, want, rtol=1e-5, atol=2e-5, check_dtype=False)
+    hidden, weight, targets = inputs(3.0, vocab=vocab, padded=ranks * shard)
+    reference = reference_inputs(vocab=vocab, padded=ranks * shard)
+    wanted, divergences = exact_divergences((hidden, weight, targets), reference, vocab=vocab, temperature=0.6)
+    part = weight.detach()[mine].clone().requires_grad_()
+    others = reference[0], reference[1].detach()[mine]
+    found = token_divergences(
+        hidden, part, *others, vocab=vocab, temperature=0.6, group=dist.group.WORLD, chunk_bytes=3 * 4 * shard
+    )
+    found.sum().backward()
+    divergences.sum().backward()
+    dist.all_reduce(grad(hidden))
+    for tensor, want in zip(
+        [found, grad(hidden), grad(part)], [divergences, grad(wanted[0]), grad(wanted[1])[mine]], strict=True
+    ):
         torch.testing.assert_close(tensor, want, rtol=1e-5, atol=2e-5, check_dtype=False)
     dist.destroy_process_group()

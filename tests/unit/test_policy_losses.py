@@ -1,23 +1,31 @@
-"""Policy losses, divergences and mismatch weights: values and gradients against loops in float64."""
+"""Policy losses, divergences and mismatch weights: values and gradients against loops in float64; and what must not
+change them."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from megarl.algorithms import losses
+from megarl.algorithms import LOSSES, losses
 from megarl.algorithms.divergence import adapted_coefficient, kl_estimate
 from megarl.algorithms.losses import PolicyTokens
 from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.preference import bradley_terry
 from megarl.algorithms.shaping import overlong_penalty
+
+fixed = settings(derandomize=True, deadline=None)  # the same examples each time; the machine may be busy
 
 SEEDS = range(4)
 OPTIONS: list[tuple[str, dict[str, float]]] = [
@@ -61,7 +69,9 @@ def packed(rows: list[Row], new: Tensor) -> PolicyTokens:
         advantages += [0.0] * row.prompt + [row.advantage] * len(row.new)
         mask += [0.0] * row.prompt + [1.0] * len(row.new)
         sequence += [number] * (row.prompt + len(row.new))
-    logprobs = torch.full((len(mask),), -1000.0, dtype=torch.float64).index_put((torch.tensor(places),), new)
+    logprobs = torch.full((len(mask),), -1000.0, dtype=torch.float64).index_put(
+        (torch.tensor(places, dtype=torch.long),), new
+    )
     values = (torch.tensor(x, dtype=torch.float64) for x in (old, advantages, mask))
     return PolicyTokens(logprobs, *values, torch.tensor(sequence), len(rows))
 
@@ -154,10 +164,144 @@ def test_values_and_gradients_are_those_of_the_equations(name: str, options: dic
     assert set(cut.tolist()) <= {0.0, 1.0}
 
 
+# --- what changes nothing
+
+
+def corrected(level: str, action: str, tokens: PolicyTokens) -> losses.Loss:
+    """The policy gradient of tokens that another engine has sampled; of how likely they were there, old ones tell."""
+    sampled = (tokens.old_logprobs + 0.5 * torch.sin(7 * tokens.old_logprobs)) * tokens.mask
+    weights, outside = importance_weights(tokens, sampled, level=level, action=action, low=0.7, high=1.3)  # type: ignore[arg-type]
+    return losses.policy_gradient(tokens)[0] * weights, outside
+
+
+EVERY = {f"{name}-{len(options)}": partial(LOSSES[name], **options) for name, options in OPTIONS} | {
+    f"{level}-{action}": partial(corrected, level, action)
+    for level in ("token", "sequence", "geometric")
+    for action in ("truncate", "mask", "reject")
+}
+every = pytest.mark.parametrize("name", EVERY)
+
+
+def row_of(prompt: int, tokens: list[tuple[float, float]], advantage: float) -> Row:
+    return Row(prompt, [old + gap for old, gap in tokens], [old for old, _ in tokens], advantage)
+
+
+batches = st.lists(
+    st.builds(
+        row_of,
+        st.integers(1, 3),
+        st.lists(st.tuples(st.floats(-4, -1), st.floats(-0.9, 0.9)), max_size=5),
+        st.sampled_from([-1.3, 0.0, 0.6]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+sources = st.integers(0, 1000).map(random.Random)
+
+
+def token_weights(rows: list[Row]) -> Tensor:
+    """Some weight of each response token, which is not the same everywhere; 0 of all others."""
+    weights = [[0.0] * row.prompt + [0.3 + abs(old) for old in row.old] for row in rows]
+    return torch.tensor([weight for row in weights for weight in row], dtype=torch.float64)
+
+
+def part_of(tokens: PolicyTokens, own: Tensor, total: Callable[[Tensor], Tensor]) -> PolicyTokens:
+    fields = (tokens.logprobs, tokens.old_logprobs, tokens.advantages, tokens.mask, tokens.sequence)
+    return PolicyTokens(*(field[own] for field in fields), tokens.sequences, total)
+
+
+def on_ranks(count: int, run: Callable[[int, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
+    """What each rank's `run` gives; each is a thread, and given the sum over all of them as ranks would be."""
+    barrier, shared = threading.Barrier(count, timeout=20), [torch.empty(0)] * count
+
+    def total(rank: int, values: Tensor) -> Tensor:
+        shared[rank] = values
+        barrier.wait()
+        summed = torch.stack(shared).sum(0)
+        barrier.wait()
+        return summed
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: run(rank, partial(total, rank)), range(count)))
+
+
+def assert_same(found: Tensor, new: Tensor, wanted: Tensor, again: Tensor) -> None:
+    """Two losses have one value and one gradient."""
+    torch.testing.assert_close(found, wanted)
+    found.backward()
+    wanted.backward()
+    torch.testing.assert_close(new.grad, again.grad)
+
+
+@every
+@settings(fixed, max_examples=8)
+@given(batches, st.integers(1, 4), st.integers(1, 3), sources)
+def test_order_micro_batches_and_ranks_do_not_matter(
+    name: str, rows: list[Row], parts: int, ranks: int, source: random.Random
+) -> None:
+    """Sequences lie anywhere in any of the micro-batches, and their tokens on any of the context-parallel ranks."""
+    function, new, again = EVERY[name], leaf(rows), leaf(rows)
+    responses = list(new.split([len(row.new) for row in rows]))
+    owners = [source.randrange(parts) for _ in rows]
+    found = []
+    for part in range(parts):
+        numbers = [number for number, owner in enumerate(owners) if owner == part]
+        source.shuffle(numbers)
+        mine = [rows[number] for number in numbers] or [Row(1, [], [], 0.0)]  # as of padding alone
+        tokens = packed(mine, torch.cat([new[:0], *(responses[number] for number in numbers)]))
+        weights, rank_of = token_weights(mine), torch.tensor([source.randrange(ranks) for _ in tokens.mask])
+
+        def run(rank: int, total: Callable[[Tensor], Tensor], *, given: Any = (tokens, weights, rank_of)) -> Tensor:
+            tokens, weights, rank_of = given
+            own = (rank_of == rank).nonzero()[:, 0]
+            return (function(part_of(tokens, own, total))[0] * weights[own]).sum()
+
+        found += on_ranks(ranks, run)
+    wanted = (function(packed(rows, again))[0] * token_weights(rows)).sum()
+    assert_same(torch.stack(found).sum(), new, wanted, again)
+
+
+@every
+@settings(fixed, max_examples=8)
+@given(batches, st.integers(0, 9), st.sampled_from([1.0, 1e4, 1e30]), sources)
+def test_padding_does_not_matter_whatever_it_holds(
+    name: str, rows: list[Row], count: int, size: float, source: random.Random
+) -> None:
+    """Between any tokens of any sequence, or as a sequence of its own."""
+    function, new, again = EVERY[name], leaf(rows), leaf(rows)
+    tokens, weights = packed(rows, new), token_weights(rows)
+    length = len(weights) + count
+    kept = torch.tensor(sorted(source.sample(range(length), len(weights))), dtype=torch.long)
+
+    def padded(values: Tensor, size: float) -> Tensor:
+        noise = [size * source.uniform(-1, 1) for _ in range(length)]
+        return torch.tensor(noise, dtype=values.dtype).index_put((kept,), values)
+
+    numbers = torch.tensor([source.randrange(len(rows) + 1) for _ in range(length)])
+    logprobs = padded(tokens.logprobs, 1e3)
+    logprobs.retain_grad()
+    inputs = PolicyTokens(
+        logprobs,
+        padded(tokens.old_logprobs, size),
+        padded(tokens.advantages, 1.0),
+        padded(tokens.mask, 0.0),
+        numbers.index_put((kept,), tokens.sequence),
+        len(rows) + 1,
+    )
+    found, cut = function(inputs)
+    expected, expected_cut = function(packed(rows, again))
+    torch.testing.assert_close((found[kept], cut[kept]), (expected, expected_cut))
+    assert_same((found * padded(weights, 0.0)).sum(), new, (expected * weights).sum(), again)
+    assert logprobs.grad is not None
+    assert not logprobs.grad[inputs.mask == 0].any(), "NaN is not 0 either"
+
+
 @pytest.mark.parametrize(("name", "options"), OPTIONS, ids=[f"{n}-{len(o)}" for n, o in OPTIONS])
-def test_on_fresh_samples_all_are_the_policy_gradient(name: str, options: dict[str, Any]) -> None:
+@settings(fixed, max_examples=8)
+@given(batches)
+def test_on_fresh_samples_all_are_the_policy_gradient(name: str, options: dict[str, Any], batch: list[Row]) -> None:
     """Ratios are exactly 1, nothing is cut, and the gradient is -A for each token."""
-    rows = [Row(row.prompt, row.old, row.old, row.advantage) for row in rows_of(0)]
+    rows = [Row(row.prompt, row.old, row.old, row.advantage) for row in batch]
     new = leaf(rows)
     tokens = packed(rows, new)
     assert torch.equal(tokens.log_ratio, torch.zeros_like(tokens.log_ratio))
@@ -168,29 +312,8 @@ def test_on_fresh_samples_all_are_the_policy_gradient(name: str, options: dict[s
     torch.testing.assert_close(new.grad, wanted)
 
 
-def test_a_sequence_over_several_ranks_has_one_ratio() -> None:
-    """Two ranks with every other token: sums over ranks make their losses those of the whole."""
-    rows = rows_of(1)
-    whole = packed(rows, leaf(rows))
-    expected, _ = losses.gspo(whole)
-    parts = [slice(0, None, 2), slice(1, None, 2)]
-
-    def part(own: slice, total: Callable[[Tensor], Tensor]) -> PolicyTokens:
-        fields = (whole.logprobs, whole.old_logprobs, whole.advantages, whole.mask, whole.sequence)
-        return PolicyTokens(*(field[own] for field in fields), whole.sequences, total)
-
-    def sums() -> Iterator[list[Tensor]]:
-        """What the other rank gives at each of its calls."""
-        for own in parts:
-            seen: list[Tensor] = []
-            losses.gspo(part(own, lambda values, seen=seen: seen.append(values) or values))  # type: ignore[misc]
-            yield seen
-
-    given = list(sums())
-    for index, own in enumerate(parts):
-        others = iter(given[1 - index])
-        found, _ = losses.gspo(part(own, lambda values, others=others: values + next(others)))  # type: ignore[misc]
-        torch.testing.assert_close(found, expected[own])
+def test_every_loss_is_tested() -> None:
+    assert {name for name, _ in OPTIONS} == set(LOSSES)
 
 
 # --- values
@@ -265,8 +388,9 @@ def test_weights_of_what_another_engine_sampled(level: Any, action: Any, seed: i
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_where_both_agree_every_weight_is_one(level: Any) -> None:
-    rows = rows_of(0)
+@settings(fixed, max_examples=8)
+@given(batches)
+def test_where_both_agree_every_weight_is_one(level: Any, rows: list[Row]) -> None:
     tokens = packed(rows, leaf(rows))
     for action in ("truncate", "mask", "reject"):
         weights, outside = importance_weights(tokens, tokens.old_logprobs, level=level, action=action)  # type: ignore[arg-type]
