@@ -52,6 +52,7 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Location = Annotated[Path, BeforeValidator(_location)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
+Roles = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
 AnswerPattern = Annotated[str, AfterValidator(_pattern)]
 
 
