@@ -53,6 +53,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 Location = Annotated[Path, BeforeValidator(_location)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_json)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+Roles = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False, min_length=1)]
 AnswerPattern = Annotated[str, AfterValidator(_pattern)]
 
 

@@ -21,6 +21,7 @@ from megarl.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Roles,
     Seconds,
     Section,
 )
@@ -108,7 +109,9 @@ class Runtime(Section):
 
 class SftData(Section):
     train: Location
-    """JSON lines, each {"prompt": ..., "response": ...}; used in order, again from the top when they end."""
+    """JSON lines, {"messages": [...]} or {"prompt": ..., "response": ...}; used in order, again from the top."""
+    roles: Roles = ("assistant",)
+    """Roles whose messages are learned; a prompt is a message of the user, a response one of the assistant."""
 
 
 class SftBatch(Section):

@@ -8,10 +8,12 @@ A directory without tokenizer.json is refused, since converting one belongs befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.errors import DataError
+from megarl.data.jsonl import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,36 +45,34 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def prompt_text(tokenizer: PreTrainedTokenizerFast, text: str) -> str:
-    """`text` as one user message in the chat template, up to where the assistant's answer begins."""
-    message = [{"role": "user", "content": text}]
-    return str(tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+def chat_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], *, ask: bool) -> str:
+    """`messages` in the chat template; if `ask`, up to where the assistant's answer begins."""
+    if not messages:  # transformers would raise an IndexError
+        return ""
+    given = [{"role": message.role, "content": message.content} for message in messages]
+    return str(tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=ask))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     """Token ids of `text` as one user message in the chat template, up to where the assistant's answer begins."""
-    return _encode(tokenizer, [prompt_text(tokenizer, text)])[0]
-
-
-def response_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
-    """Token ids of `text` as the assistant's answer: nothing in front, the eos token behind."""
-    return responses_ids(tokenizer, [text])[0]
+    return prompts_ids(tokenizer, [text])[0]
 
 
 def prompts_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
     """`prompt_ids` of many texts at once, several times as fast."""
-    return _encode(tokenizer, [prompt_text(tokenizer, text) for text in texts])
+    asked = [chat_text(tokenizer, [Message("user", text)], ask=True) for text in texts]
+    return [encoding.ids for encoding in encode(tokenizer, asked)]
 
 
-def responses_ids(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
-    """`response_ids` of many texts at once, several times as fast."""
-    eos = tokenizer.eos_token_id
-    return [[*ids, eos] for ids in _encode(tokenizer, texts)]
+def response_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Token ids of `text` as the assistant's answer: nothing in front, the eos token behind."""
+    return [*encode(tokenizer, [text])[0].ids, tokenizer.eos_token_id]
 
 
-def _encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[list[int]]:
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[Any]:
+    """An encoding of the tokenizers library for each text, with `ids` and the `offsets` of their characters."""
     if not texts:  # the tokenizer would raise an IndexError
         return []
     # the template already holds every special token, so the tokenizer must add none
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-    return encoded.input_ids
+    return encoded.encodings or []

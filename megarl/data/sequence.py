@@ -1,48 +1,107 @@
-"""Demonstrations as token sequences for supervised fine-tuning."""
+"""Conversations as token sequences for supervised fine-tuning."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Collection
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from megarl.data.chat import prompts_ids, responses_ids
+from megarl.data.chat import encode
 from megarl.data.errors import DataError
-from megarl.data.jsonl import Demonstration
+from megarl.data.jsonl import ASSISTANT, Conversation
+from megarl.data.turns import Piece, pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+ENCODED_AT_ONCE = 1000
+# conversations; the tokenizer keeps a hundred bytes of each token until all are done
+
 
 class Sequence(msgspec.Struct, frozen=True):
-    """Prompt and response in one row of tokens; those from `prompt_length` on are learned."""
+    """A conversation in one row of tokens. `learned` are ranges of them, each as first and end, in order."""
 
     input_ids: list[int]
-    prompt_length: int
+    learned: list[tuple[int, int]]
 
     @property
-    def response_length(self) -> int:
-        """Tokens of the response, its eos token included."""
-        return len(self.input_ids) - self.prompt_length
+    def prompt_length(self) -> int:
+        """Tokens before the first that is learned."""
+        return self.learned[0][0]
+
+    @property
+    def learned_length(self) -> int:
+        """Tokens that are learned."""
+        return sum(end - first for first, end in self.learned)
 
 
-def encode_demonstrations(
-    tokenizer: PreTrainedTokenizerFast, demonstrations: Items[Demonstration], max_positions: int
+def encode_conversations(
+    tokenizer: PreTrainedTokenizerFast,
+    conversations: Items[Conversation],
+    max_positions: int,
+    roles: Collection[str] = (ASSISTANT,),
 ) -> list[Sequence]:
-    """Each demonstration as a Sequence of at most `max_positions` tokens, in order.
+    """Each conversation, up to its last message of one of the `roles`, which are learned, in order.
 
-    Raises DataError for one that is longer, naming its line if the demonstrations are a whole file from its start.
+    Raises DataError with the line of one that is longer than `max_positions` tokens or cannot be learned.
     """
-    prompts = prompts_ids(tokenizer, [row.prompt for row in demonstrations])
-    responses = responses_ids(tokenizer, [row.response for row in demonstrations])
     sequences = []
-    for number, (prompt, response) in enumerate(zip(prompts, responses, strict=True), start=1):
-        if len(prompt) + len(response) > max_positions:
-            raise DataError(
-                f"demonstration {number} (line {number} of its file): {len(prompt)} prompt tokens + {len(response)}"
-                f" response tokens = {len(prompt) + len(response)}, more than the model's {max_positions} positions;"
-                " shorten it or remove it"
-            )
-        sequences.append(Sequence(prompt + response, len(prompt)))
+    for start in range(0, len(conversations), ENCODED_AT_ONCE):
+        some = conversations[start : start + ENCODED_AT_ONCE]
+        written = [_written(tokenizer, conversation, roles) for conversation in some]
+        encodings = iter(encode(tokenizer, [piece.text for parts in written for piece in parts]))
+        for conversation, parts in zip(some, written, strict=True):
+            sequence = _joined([(piece, next(encodings)) for piece in parts])
+            _check(sequence, conversation, max_positions)
+            sequences.append(sequence)
     return sequences
+
+
+def _written(tokenizer: PreTrainedTokenizerFast, conversation: Conversation, roles: Collection[str]) -> list[Piece]:
+    try:
+        return pieces(tokenizer, conversation.messages, roles)
+    except DataError as error:
+        raise DataError(f"line {conversation.line}: {error}") from None
+
+
+def _joined(parts: list[tuple[Piece, Any]]) -> Sequence:
+    """A token is learned if it begins in a part that is."""
+    ids: list[int] = []
+    learned: list[tuple[int, int]] = []
+    for piece, encoding in parts:
+        begins = [begin for begin, _ in encoding.offsets] if piece.learned else []
+        for first, end in piece.learned:
+            # all tokens to the end: the last may be said to begin there if it is white space
+            stop = len(ids) + (len(begins) if end == len(piece.text) else bisect_left(begins, end))
+            learned.append((len(ids) + bisect_left(begins, first), stop))
+        ids += encoding.ids
+    return Sequence(ids, _merged(learned))
+
+
+def _merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without those that are empty or go on where another ends."""
+    merged: list[tuple[int, int]] = []
+    for first, end in ranges:
+        if merged and merged[-1][1] == first:
+            merged[-1] = merged[-1][0], end
+        elif first < end:
+            merged.append((first, end))
+    return merged
+
+
+def _check(sequence: Sequence, conversation: Conversation, max_positions: int) -> None:
+    if len(sequence.input_ids) > max_positions:
+        raise DataError(
+            f"line {conversation.line}: {len(sequence.input_ids)} tokens, more than the model's {max_positions}"
+            " positions; shorten it or remove it"
+        )
+    if not sequence.learned:
+        raise DataError(f"line {conversation.line}: nothing to learn: no token begins in a message that is learned")
+    if sequence.prompt_length == 0:
+        raise DataError(
+            f"line {conversation.line}: message 1 ({conversation.messages[0].role}) is learned, and its first token has"
+            " none before it from which it is predicted; begin with a message that is not learned"
+        )

@@ -34,10 +34,10 @@ from megarl.config import (
 from megarl.data import (
     DataError,
     PromptSet,
-    encode_demonstrations,
+    encode_conversations,
     load_tokenizer,
     prompt_ids,
-    read_demonstrations,
+    read_conversations,
     read_preferences,
     whole_pairs,
 )
@@ -61,7 +61,7 @@ def preflight(recipe: AnyRecipe, *, world: int, ranks_per_node: int, resume: boo
         tokenizer = _checked_tokenizer(recipe.model.path, shape)
         match recipe:
             case SftRecipe():
-                _check_demonstrations(recipe, tokenizer, shape)
+                _check_conversations(recipe, tokenizer, shape)
             case RewardModelRecipe():
                 _check_preferences(recipe, tokenizer, shape)
             case RlRecipe():
@@ -123,15 +123,16 @@ def _checked_tokenizer(path: Path, shape: ModelShape) -> PreTrainedTokenizerFast
     return tokenizer
 
 
-def _check_demonstrations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
+def _check_conversations(recipe: SftRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
     with _naming("data.train", recipe.data.train):
-        encode_demonstrations(tokenizer, read_demonstrations(recipe.data.train), shape.max_positions)
+        conversations = read_conversations(recipe.data.train)
+        encode_conversations(tokenizer, conversations, shape.max_positions, recipe.data.roles)
 
 
 def _check_preferences(recipe: RewardModelRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
     for key, path in (("data.train", recipe.data.train), ("data.test", recipe.data.test)):
         with _naming(key, path):
-            encode_demonstrations(tokenizer, whole_pairs(read_preferences(path)), shape.max_positions)
+            encode_conversations(tokenizer, whole_pairs(read_preferences(path)), shape.max_positions)
 
 
 _SCORED_BY_ENGINES = tuple(f"{family}ForSequenceClassification" for family in ("Llama", "Qwen2", "Qwen3"))

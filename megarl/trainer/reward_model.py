@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.algorithms import bradley_terry
 from megarl.config import RewardModelRecipe
-from megarl.data import encode_demonstrations, load_tokenizer, read_preferences, whole_pairs
+from megarl.data import encode_conversations, load_tokenizer, read_preferences, whole_pairs
 from megarl.observe import Phases
 from megarl.runtime import LOGGER
 from megarl.trainer.job import (
@@ -75,7 +75,7 @@ def _encoded(job: Job, recipe: RewardModelRecipe, path: Path) -> list[_Pair]:
     from megarl.model_engine import TokenSequence
 
     rows = read_preferences(path)
-    encoded = encode_demonstrations(load_tokenizer(recipe.model.path), whole_pairs(rows), job.shape.max_positions)
+    encoded = encode_conversations(load_tokenizer(recipe.model.path), whole_pairs(rows), job.shape.max_positions)
     sequences = [TokenSequence(row.input_ids, row.prompt_length) for row in encoded]
     return [
         _Pair(chosen, rejected, row.margin)

@@ -97,7 +97,7 @@ class RolloutBatch:
             return None
         sources = self._recipe.reward.sources
         rewards = [sum(sources[name].weight * score for name, score in (given or {}).items()) for given in scores]
-        return torch.tensor(rewards)[self._group]
+        return torch.tensor(rewards, dtype=torch.float32)[self._group]
 
     def _all_scores(self, models: Models) -> dict[str, Tensor]:
         """By source, those that came with the samples and those of the models here; NaN where one does not score."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-# input_ids and prompt_length, as megarl's TokenSequence has them
-Row = tuple[list[int], int]
+# tokens, and ranges of those that are learned, each as first and end
+Row = tuple[list[int], list[tuple[int, int]]]
 
 LEARNING_RATE, FINAL_RATIO, WARMUP = 5e-3, 0.1, 3
 BETAS, EPSILON, WEIGHT_DECAY, CLIP = (0.9, 0.95), 1e-8, 0.1, 8.0
@@ -33,11 +33,11 @@ class Trained:
     end: dict[str, Tensor] = field(default_factory=dict)
 
 
-def response_logprobs(model: Any, row: Row, temperature: float = 1.0) -> Tensor:
-    """Log-probability of each response token."""
-    ids, prompt_length = row
-    logits = model(torch.tensor([ids])).logits[0, prompt_length - 1 : -1] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids[prompt_length:])[:, None])[:, 0]
+def token_logprobs(model: Any, row: Row, temperature: float = 1.0) -> Tensor:
+    """Log-probability of each token but the first."""
+    ids = torch.tensor(row[0])
+    logits = model(ids[None]).logits[0, :-1] / temperature
+    return torch.log_softmax(logits, -1).gather(-1, ids[1:, None])[:, 0]
 
 
 def load(path: Path) -> Any:
@@ -45,24 +45,25 @@ def load(path: Path) -> Any:
 
 
 def logprobs(path: Path, rows: list[Row], temperature: float) -> Tensor:
-    """Of all response tokens of all rows, one after the other."""
+    """Of the tokens from the first learned one on, of all rows, one after the other."""
     model = load(path)
     with torch.no_grad():
-        return torch.cat([response_logprobs(model, row, temperature) for row in rows])
+        return torch.cat([token_logprobs(model, row, temperature)[row[1][0][0] - 1 :] for row in rows])
 
 
 def train(path: Path, batches: list[list[Row]]) -> Trained:
-    """One update for each batch, on the mean over its response tokens."""
+    """One update for each batch, on the mean over its learned tokens."""
     model = load(path)
     parameters = dict(model.named_parameters())  # a tied output matrix is there once, as the embedding
     seen = Trained(start={name: p.detach().clone() for name, p in parameters.items()})
     moments = {name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in parameters.items()}
     for step, batch in enumerate(batches):
         model.zero_grad()
-        tokens = sum(len(ids) - prompt_length for ids, prompt_length in batch)
+        tokens = sum(end - first for _, learned in batch for first, end in learned)
         losses = []
         for row in batch:
-            loss = -response_logprobs(model, row).sum() / tokens
+            logprobs = token_logprobs(model, row)
+            loss = -torch.cat([logprobs[first - 1 : end - 1] for first, end in row[1]]).sum() / tokens
             loss.backward()
             losses.append(loss.item())
         norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in parameters.values()))

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megarl.config import CosineSchedule, Layout, Model, Optimizer, read_model_shape
-from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
+from megarl.data import Sequence
+from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.model_engine.logprobs import token_logprobs
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.trainer.sft import loss, weighted
 from megarl.weights import HfReader
 from tests.distributed import hf_loop
 from tests.distributed.sft_plan import TINY_BYTES, Plan, Report, Seen
@@ -99,7 +100,7 @@ def run_in_bfloat16(plan: Plan, family: str, control: ControlPlane) -> list[floa
 
 
 def sequences(plan: Plan, family: str) -> list[list[TokenSequence]]:
-    return [[TokenSequence(ids, prompt_length) for ids, prompt_length in batch] for batch in plan.batches[family]]
+    return [weighted([Sequence(ids, learned) for ids, learned in batch]) for batch in plan.batches[family]]
 
 
 def engine(
@@ -135,12 +136,6 @@ def engine(
 
 def update(model: ModelEngine, batch: list[TokenSequence], control: ControlPlane) -> tuple[float, float, float]:
     """Loss of the global batch, gradient norm and learning rate."""
-
-    def loss(part: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        total = -(logprobs * part.mask).sum() / tokens
-        return total, {"loss": total.detach()}, {}
-
-    tokens = sum(sequence.response_length for sequence in batch)
     done = model.update(batch, loss)
     total = Metrics.merge(control.allgather(done.metrics, Metrics, what="metrics"))
     return total.sums["loss"], done.grad_norm, done.learning_rate

@@ -156,7 +156,10 @@ def models(directory: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def batches() -> dict[str, list[list[hf_loop.Row]]]:
-    """Sequences of 2 to 60 tokens that mostly go round in a circle, on which the vocabulary's last token lies."""
+    """Sequences of 2 to 60 tokens that mostly go round in a circle, on which the vocabulary's last token lies.
+
+    One to three parts of each are learned, as of a conversation.
+    """
     made = {}
     for family, (_, vocab, _) in FAMILIES.items():
         source = random.Random(family)
@@ -170,7 +173,8 @@ def row(source: random.Random, circle: list[int]) -> hf_loop.Row:
     for _ in range(length):
         ids.append(circle[place % len(circle)])
         place += 1 if source.random() < 0.9 else source.randrange(len(circle))
-    return ids, source.randint(1, length - 1)
+    ends = sorted(source.sample(range(1, length + 1), 2 * source.randint(1, min(3, length // 2))))
+    return ids, list(zip(ends[::2], ends[1::2], strict=True))
 
 
 @pytest.fixture(scope="module")

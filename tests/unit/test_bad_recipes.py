@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from megarl.config import Experts, ModelShape, RecipeError, Rope, load_recipe
-from megarl.data import DataError
+from megarl.data import DataError, carry_addition
 from megarl.trainer import describe_ranks, preflight
 from tests.small_job import CONFIG, write_small_job
 
@@ -124,6 +124,18 @@ def token(text: str, number: int) -> Spoil:
     return spoil
 
 
+def conversation(*messages: tuple[str, str], template: str = carry_addition.CHAT_TEMPLATE) -> Spoil:
+    """Demonstrations that are one conversation, and a chat template."""
+
+    def spoil(job: Path) -> None:
+        row = {"messages": [{"role": role, "content": content} for role, content in messages]}
+        (job / "demonstrations.jsonl").write_text(json.dumps(row))
+        (job / "model/chat_template.jinja").write_text(template)
+
+    return spoil
+
+
+TALK = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
 UNSPOILT = config()
 CUT_WEIGHTS = shorten("model/model.safetensors", 200)
 # (how the job is spoilt, arguments after the recipe, what the message must contain)
@@ -283,7 +295,49 @@ CASES = [
     ("sft.yaml", UNSPOILT, ["batch.sequences=3"], ["3 sequences are less than the 4 data-parallel ranks"]),
     ("sft.yaml", UNSPOILT, ["rollout.max_new_tokens=1"], ["rollout: unknown key; a recipe of type rl has it"]),
     ("sft.yaml", UNSPOILT, ["data.train=train.jsonl"], ["line 1: no response: expected the keys prompt, response"]),
-    ("sft.yaml", config(max_position_embeddings=40), [], ["demonstrations.jsonl: demonstration ", "40 positions"]),
+    (
+        "sft.yaml",
+        config(max_position_embeddings=40),
+        [],
+        ["demonstrations.jsonl: line ", "tokens, more than the model's 40"],
+    ),
+    ("sft.yaml", UNSPOILT, ["data.roles=[]"], ["data.roles: must have at least 1 item"]),
+    ("sft.yaml", UNSPOILT, ["data.roles=assistant"], ["data.roles: must be a list, got 'assistant'"]),
+    ("sft.yaml", UNSPOILT, ["data.roles=[1]"], ["data.roles.0: must be text"]),
+    ("sft.yaml", UNSPOILT, ["data.roles=['']"], ["data.roles.0: must "]),
+    (
+        "sft.yaml",
+        UNSPOILT,
+        ["data.roles=[tool]"],
+        ["data.train: demonstrations.jsonl: line 1: nothing to learn: expected"],
+    ),
+    (
+        "sft.yaml",
+        UNSPOILT,
+        ["data.roles=[user, assistant]"],
+        ["demonstrations.jsonl: line 1: message 1 (user) is learned"],
+    ),
+    ("sft.yaml", conversation(), [], ["data.train: demonstrations.jsonl: line 1: 'messages' is empty"]),
+    ("sft.yaml", conversation(("user", "1"), ("bot", "1")), [], ["line 1: nothing to learn: ", "found user, bot"]),
+    ("sft.yaml", conversation(("user", "1"), ("assistant", "")), [], ["line 1: message 2: 'content' is empty"]),
+    (
+        "sft.yaml",
+        conversation(("user", "1"), ("assistant", "1" * 64)),
+        [],
+        ["line 1: ", "tokens, more than the model's 64"],
+    ),
+    (
+        "sft.yaml",
+        conversation(*TALK, template="a{% if messages | length > 1 %}{{ raise_exception('no') }}{% endif %}"),
+        [],
+        ["demonstrations.jsonl: line 1: the chat template refuses messages of the roles user, assistant, user: no"],
+    ),
+    (
+        "sft.yaml",
+        conversation(*TALK, template="{{ messages | length }}"),
+        [],
+        ["line 1: the chat template does not keep what precedes message 3 as it was: it writes '3'"],
+    ),
     ("sft.yaml", write("demonstrations.jsonl", "\n"), [], ["data.train: demonstrations.jsonl: no rows; expected"]),
 ]
 

@@ -10,9 +10,7 @@ import pytest
 
 from megarl.data import (
     DataError,
-    Demonstration,
     carry_addition,
-    encode_demonstrations,
     load_tokenizer,
     prompt_ids,
     response_ids,
@@ -56,23 +54,6 @@ def test_no_tokens_are_added_to_those_of_the_template(directory: Path, tmp_path:
     assert eager("1").input_ids != plain("1").input_ids
     assert prompt_ids(eager, "1+2=") == prompt_ids(plain, "1+2=")
     assert response_ids(eager, "3") == response_ids(plain, "3")
-
-
-def test_many_demonstrations_encode_as_one_by_one(directory: Path) -> None:
-    tokenizer = load_tokenizer(directory)
-    rows = carry_addition.demonstrations(3, worked=20, mixed=20, direct=0.5)
-    for row, sequence in zip(rows, encode_demonstrations(tokenizer, rows, 2048), strict=True):
-        prompt, response = prompt_ids(tokenizer, row.prompt), response_ids(tokenizer, row.response)
-        assert sequence.input_ids == prompt + response
-        assert (sequence.prompt_length, sequence.response_length) == (len(prompt), len(response))
-
-
-def test_a_demonstration_that_is_too_long_is_named(directory: Path) -> None:
-    tokenizer = load_tokenizer(directory)
-    rows = [Demonstration("1+1=", "2"), Demonstration("2+2=", "4" * 50)]
-    assert len(encode_demonstrations(tokenizer, rows, 63)) == 2
-    with pytest.raises(DataError, match=r"demonstration 2 \(line 2 of its file\): 12 prompt tokens"):
-        encode_demonstrations(tokenizer, rows, 62)
 
 
 def copy(source: Path, target: Path) -> None:

@@ -7,12 +7,17 @@ from pathlib import Path
 import pytest
 
 from megarl.data import (
+    Conversation,
     DataError,
     Demonstration,
+    Message,
+    Preference,
     Problem,
+    read_conversations,
     read_demonstrations,
     read_problems,
     whole_directory,
+    whole_pairs,
     write_rows,
 )
 from megarl.data.writing import already_prepared
@@ -75,6 +80,78 @@ def test_a_demonstration_without_response_names_its_keys(tmp_path: Path) -> None
         DataError, match="line 1: no response: expected the keys prompt, response, found prompt, answer"
     ):
         read_demonstrations(path)
+
+
+PAIR = b'{"prompt": "1+1", "response": "2"}\n'
+
+
+def test_a_file_may_mix_conversations_and_demonstrations(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(
+        PAIR
+        + b'{"messages": [{"role": "tool", "content": ""}, {"content": "b", "role": "user"}], "source": 1}\n'
+        + b'{"messages": null, "prompt": "a", "response": "b"}\n'
+        + b'{"messages": [{"role": "user", "content": "a"}], "prompt": null, "response": null}\n'
+    )
+    assert read_conversations(path) == [
+        Conversation([Message("user", "1+1"), Message("assistant", "2")], 1),
+        Conversation([Message("tool", ""), Message("user", "b")], 2),
+        Conversation([Message("user", "a"), Message("assistant", "b")], 3),
+        Conversation([Message("user", "a")], 4),
+    ]
+
+
+def message(content: bytes) -> bytes:
+    return b'{"messages": [{"role": "user", "content": "a"}, %s]}' % content
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (b'{"messages": []}', "'messages' is empty; expected at least one message"),
+        (b'{"messages": "a"}', "'messages' is a string, expected a list"),
+        (b'{"messages": {"role": "user", "content": "a"}}', "'messages' is an object, expected a list"),
+        (message(b'"a"'), "message 2 is a string, expected an object with role and content"),
+        (message(b"{}"), "message 2: expected just the keys role, content, found none"),
+        (
+            message(b'{"from": "gpt", "value": "b"}'),
+            "message 2: expected just the keys role, content, found from, value",
+        ),
+        (message(b'{"role": "assistant"}'), "expected just the keys role, content, found role"),
+        (
+            message(b'{"role": "assistant", "content": "", "tool_calls": []}'),
+            "message 2: expected just the keys role, content, found role, content, tool_calls",
+        ),
+        (message(b'{"role": "assistant", "content": null}'), "message 2: 'content' is null, expected a string"),
+        (message(b'{"role": "user", "content": [{"type": "text"}]}'), "message 2: 'content' is a list, expected a"),
+        (message(b'{"role": 1, "content": "b"}'), "message 2: 'role' is a number, expected a string"),
+        (message(b'{"role": " ", "content": "b"}'), "message 2: 'role' is empty"),
+        (message(b'{"role": "user", "content": "\xff"}'), "not UTF-8: byte 0xff at position 77"),
+        (b'{"messages": [{"role": "user"', "not JSON: Input data was truncated"),
+        (b'{"messages": ' + b"[" * 100_000, "not JSON: "),
+        (b'{"messages": [], "prompt": "a"}', "has 'messages' and a prompt or response; expected one or the other"),
+        (b'{"messages": [], "response": 1}', "has 'messages' and a prompt or response; expected one or the other"),
+        (b'{"prompt": "a", "response": 1}', "'response' is a number, expected a string"),
+        (b'{"prompt": "a", "response": " "}', "'response' is empty"),
+        (b'{"prompt": "a"}', "no response: expected the keys prompt, response, found prompt"),
+        (b'{"message": []}', "expected the key messages, or prompt and response, found message"),
+        (b"{}", "expected the key messages, or prompt and response, found none"),
+        (b'["a"]', "expected an object with messages, or with prompt and response, found a list"),
+    ],
+)
+def test_a_bad_conversation_is_named_by_file_and_line(tmp_path: Path, row: bytes, complaint: str) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(PAIR + PAIR + row + b"\n" + PAIR)
+    with pytest.raises(DataError) as caught:
+        read_conversations(path)
+    assert str(caught.value).startswith(f"{path}: line 3: ")
+    assert complaint in str(caught.value)
+    assert len(str(caught.value)) < len(str(path)) + 300
+
+
+def test_both_answers_of_a_preference_keep_its_line() -> None:
+    rows = whole_pairs([Preference("a", "b", "c"), Preference("d", "e", "f")])
+    assert [(row.line, row.messages[1].content) for row in rows] == [(1, "b"), (1, "c"), (2, "e"), (2, "f")]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n\n"])
