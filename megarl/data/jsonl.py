@@ -211,11 +211,12 @@ def _complaint(line: bytes, kind: type[Any]) -> str:
     missing = [name for name in expected if name not in found]
     if missing:
         return f"no {' and no '.join(missing)}: expected the keys {', '.join(expected)}, found {_names(found)}"
-    wrong = next((name for name in expected if not isinstance(found[name], str)), None)
-    if wrong is None:
-        name = next(name for name in kind.__struct_fields__ if name not in expected)
-        return f"{name!r} is {_json_name(found.get(name))}, expected a number"
-    return f"{wrong!r} is {_json_name(found[wrong])}, expected a string"
+    name, wanted = next(
+        (field.name, _WORDS[field.type])
+        for field in msgspec.structs.fields(kind)
+        if field.name in found and _json_name(found[field.name]) != _WORDS[field.type]
+    )
+    return f"{name!r} is {_json_name(found[name])}, expected {wanted}"
 
 
 def _complaint_of_either(found: Any, line: bytes) -> str:
@@ -242,6 +243,15 @@ def _names(found: dict[str, Any]) -> str:
     return (", ".join(found) or "none")[:200]
 
 
+_WORDS: dict[Any, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    bool: "a boolean",
+    int: "a number",
+    float: "a number",
+}
+
+
 def _json_name(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
+    return _WORDS.get(type(value), "null")

@@ -197,13 +197,13 @@ def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape:
     room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
     with _naming("data.train", recipe.data.train):
         train = PromptSet(recipe.data.train, tokenizer, **room)
-        _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
         for name, source in recipe.reward.sources.items():
             if unknown := sorted(set(source.datasets or ()) - train.datasets):
                 raise RecipeError(
                     f"reward.sources.{name}.datasets: no row has the dataset {unknown[0]!r}; there are"
                     f" {', '.join(map(repr, sorted(train.datasets)))}"
                 )
+        _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
     with _naming("data.test", recipe.data.test):
         test = PromptSet(recipe.data.test, tokenizer, count=recipe.evaluation.problems, **room)
         _check_routes(recipe, test, judged=True)

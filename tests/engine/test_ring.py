@@ -123,13 +123,14 @@ def test_reward_model_and_ppo_with_everything(sft_model: Path, addition: Path, t
     overrides = [
         f"model.path={sft_model}",
         f"critic.model.path={reward}/hf",
-        f"reward.model.model.path={reward}/hf",
+        f"reward.sources.preference.model.path={reward}/hf",
         f"data.train={addition}/train.jsonl",
         f"data.test={addition}/test.jsonl",
         "batch.prompts=16",
         "evaluation.problems=0",
         "critic.warmup_steps=1",
-        "reward.rule_weight=0.5",
+        "reward.sources.answer.weight=0.5",
+        f"reward.sources.served={{type: engine, model: {{path: {reward}/hf}}, weight: 0}}",
         "reward.overlong_buffer=40",
         "algorithm.epochs=2",
         "algorithm.skip_truncated=true",
@@ -145,7 +146,10 @@ def test_reward_model_and_ppo_with_everything(sft_model: Path, addition: Path, t
     check_rows(rows, 4)
     assert [row["grad_norm"] > 0 for row in rows] == [False, True, True, True]  # at first the critic learns alone
     assert all(row["critic/grad_norm"] > 0 and row["correction/weight"] > 0.99 for row in rows[1:])
-    assert all(row["reward"] == pytest.approx(0.5 * row["reward/rule"] + row["reward/model"], abs=1e-5) for row in rows)
+    for row in rows:
+        answer, preference, served = (row[f"reward/{name}"] for name in ("answer", "preference", "served"))
+        assert row["reward"] == pytest.approx(0.5 * answer + preference, abs=1e-5)
+        assert served == pytest.approx(preference, abs=MISMATCH_LIMIT)  # SGLang and Megatron score alike
     coefficients = [row["kl_coefficient"] for row in rows if "kl_coefficient" in row]
     assert len(set(coefficients)) == len(coefficients) == 3  # it goes on adapting after the pause
     check_export(run / "hf")

@@ -27,8 +27,12 @@ GOOD = b'{"prompt": "1+1", "answer": "2"}\n'
 
 def test_reads_rows_in_order_and_ignores_other_keys(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(GOOD + b'{"source": ["x"], "answer": "caf\xc3\xa9", "prompt": "\\u00e9?"}\r\n\n  \n')
-    assert read_problems(path) == [Problem("1+1", "2"), Problem("é?", "café")]
+    path.write_bytes(
+        GOOD
+        + b'{"prompt": "?"}\n{"dataset": "x", "prompt": "!"}\n'
+        + b'{"source": ["x"], "answer": "caf\xc3\xa9", "prompt": "\\u00e9?"}\r\n\n  \n'
+    )
+    assert read_problems(path) == [Problem("1+1", "2"), Problem("?"), Problem("!", "", "x"), Problem("é?", "café")]
 
 
 def test_reads_demonstrations_and_takes_a_string_path(tmp_path: Path) -> None:
@@ -49,15 +53,15 @@ def test_accepts_the_byte_order_mark_of_other_systems(tmp_path: Path) -> None:
     [
         (b'{"prompt": "1+1", "answer": "2"', "not JSON: Input data was truncated"),
         (b"prompt: 1+1", "not JSON: "),
-        (b'{"prompt": "1+1"}', "no answer: expected the keys prompt, answer, found prompt"),
-        (b"{}", "no prompt and no answer: expected the keys prompt, answer, found none"),
+        (b'{"answer": "2"}', "no prompt: expected the keys prompt, found answer"),
+        (b"{}", "no prompt: expected the keys prompt, found none"),
+        (b'{"prompt": "1+1", "dataset": 3}', "'dataset' is a number, expected a string"),
         (b'{"question": "1+1", "Answer": "2"}', "found question, Answer"),
         (b'{"prompt": "1+1", "answer": 2}', "'answer' is a number, expected a string"),
         (b'{"prompt": ["1+1"], "answer": "2"}', "'prompt' is a list, expected a string"),
         (b'{"prompt": "1+1", "answer": null}', "'answer' is null, expected a string"),
-        (b'["1+1", "2"]', "expected an object with prompt and answer, found a list"),
+        (b'["1+1", "2"]', "expected an object with prompt, found a list"),
         (b'{"prompt": "", "answer": "2"}', "'prompt' is empty"),
-        (b'{"prompt": "1+1", "answer": " "}', "'answer' is empty"),
         (b'{"prompt": "1+1", "answer": "\xff"}', "not UTF-8: byte 0xff at position 29"),
         (b"", "blank; remove it"),
         (b"[" * 100_000, "not JSON: "),
@@ -158,7 +162,7 @@ def test_both_answers_of_a_preference_keep_its_line() -> None:
 def test_a_file_without_rows_says_what_was_expected(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"train.jsonl: no rows; expected JSON lines with prompt and answer$"):
+    with pytest.raises(DataError, match=r"train.jsonl: no rows; expected JSON lines with prompt$"):
         read_problems(path)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megarl.checkpoint_engine import PublishError, check_agreement, publish
+from megarl.checkpoint_engine import PublishError, check_agreement, clear_score_bias, publish
 from megarl.checkpoint_engine.publish import checksum
 from megarl.config import ModelShape, Rope
 from megarl.weights import model_parameters
@@ -90,6 +91,37 @@ def test_what_has_no_known_place_in_the_engine_is_not_compared() -> None:
     assert publish(source, Engine(2, spoil=parameter.engine), version=1, engine_ranks=2, device="cpu")
     with pytest.raises(PublishError, match=r"in 1 of 17 .*norm"):
         publish(source, Engine(2, spoil="model.norm.weight"), version=1, engine_ranks=2, device="cpu")
+
+
+class Scorer(Engine):
+    """A reward model's engine, whose `bias` is what it was made with or sent; None if it has none."""
+
+    def __init__(self, ranks: int, bias: Tensor | None) -> None:
+        super().__init__(ranks)
+        self.tensors = {} if bias is None else {"score.bias": bias}
+
+    def checksums(self) -> list[dict[str, str]]:
+        return [{name: checksum(tensor) for name, tensor in self.tensors.items()}] * self.ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_bias_of_a_score_that_no_checkpoint_has_is_cleared(ranks: int) -> None:
+    engine = Scorer(ranks, torch.ones(1))
+    clear_score_bias(engine, torch.float32, "cpu")
+    assert (engine.tensors["score.bias"].item(), engine.calls) == (0.0, ["begin", 0, "end"])
+
+
+def test_where_a_score_has_no_bias_nothing_is_sent() -> None:
+    engine = Scorer(1, None)
+    clear_score_bias(engine, torch.float32, "cpu")
+    assert engine.calls == []
+
+
+def test_a_bias_that_is_not_cleared_is_an_error() -> None:
+    engine = Scorer(1, torch.ones(1, dtype=torch.bfloat16))
+    engine.load_bucket = lambda *_: None  # type: ignore[method-assign]
+    with pytest.raises(PublishError, match="is not 0 in its engine"):
+        clear_score_bias(engine, torch.bfloat16, "cpu")
 
 
 def test_a_rank_without_an_engine_only_takes_part() -> None:
