@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Whether each algorithm learns: short runs on carry addition from one supervised checkpoint, and their table.
 
-    python tools/learning_curves.py                          eight algorithms, two seeds each: about an hour on 2 cores
+    python tools/learning_curves.py                          eight algorithms, two seeds each: half an hour on 2 cores
     python tools/learning_curves.py --only rloo gspo         of these alone
     python tools/learning_curves.py --steps 10 --seeds 1     shorter
 

@@ -244,7 +244,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("reward.sources.rm={type: model, model: {path: model}}", ["rm.model.path: model has no layer that scores"]),
     (
         "reward.sources.rm={type: engine, model: {path: no}}",
-        ["reward.sources.rm.model.path: no directory no; expected"],
+        ["rm.model.path: no directory no; expected"],
     ),
     (
         "reward.sources.rm={type: engine, tensor_parallel: 3, server_args: {host: h}, model: {path: model}}",
