@@ -130,7 +130,7 @@ def summarise(run: Path, seconds: float) -> None:
         table.add_row(name, f"{before[key]:.3f}", f"{after[key]:.3f}")
     console.print(table)
     for sample in after["samples"][:SHOWN_SAMPLES]:
-        verdict = "right" if sample["reward"] else f"wrong, it is {sample['answer']}"
+        verdict = "right" if sample["score"] else f"wrong, it is {sample['answer']}"
         console.print(f"[bold]{sample['prompt']}[/bold]  ({verdict})")
         console.print("\n".join(f"    {line}" for line in sample["response"].splitlines()), markup=False)
     rows = read_metrics(run / "rl")

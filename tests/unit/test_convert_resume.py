@@ -53,14 +53,18 @@ def test_killed_at_any_moment_it_goes_on(
     work(source, tmp_path / "whole", to, 2)
     begin = time.monotonic()  # not of the first one, which also loads modules
     convert(open_source(source), tmp_path / "whole", to=to, workers=2, overwrite=True, **SMALL)
-    seconds, moments, killed = time.monotonic() - begin, random.Random(to), 0
-    for moment in range(MOMENTS):
+    seconds, moments, killed, moment = time.monotonic() - begin, random.Random(to), 0, 0
+    while moment < MOMENTS or killed < MOMENTS // 2:
         target = tmp_path / str(moment)
         process = start(source, target, to, 1 + moment % 3)
         process.join(moments.uniform(0, seconds))
         process.kill()
         process.join()
-        killed += process.exitcode != 0
+        moment += 1
+        if process.exitcode:
+            killed += 1
+        else:
+            seconds *= 0.8  # the machine may have been slower before
         if not target.exists():
             work(source, target, to, 2)
         assert not compare(open_source(source), open_source(target), workers=1)
@@ -68,8 +72,7 @@ def test_killed_at_any_moment_it_goes_on(
         assert sorted(set(os.listdir(target)) - {".convert"}) == sorted(os.listdir(tmp_path / "whole"))
         for path in target.glob("*.safetensors"):
             assert path.read_bytes() == (tmp_path / "whole" / path.name).read_bytes()
-    assert killed >= MOMENTS // 2
-    assert sorted(os.listdir(tmp_path)) == sorted([*map(str, range(MOMENTS)), "whole"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*map(str, range(moment)), "whole"])
 
 
 class Stop(Exception):

@@ -23,7 +23,7 @@ def group(index: int, *versions: int) -> Group:
             versions=[VersionSpan(version, 0, 1)],
             finish_reason="stop",
             text="",
-            reward=0.0,
+            scores={"answer": 0.0},
         )
         for version in versions
     ]
