@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from megarl.config import Experts, LatentAttention, ModelShape
 from megarl.weights.layouts import (
@@ -62,7 +63,8 @@ def _moe(shape: ModelShape, at: Place) -> list[Parameter]:
     if experts.shared_ffn:
         parameters += at.gated_mlp("mlp.shared_experts.", "mlp.shared_experts.", hidden, experts.shared_ffn)
     for expert in range(experts.count):
-        parameters += at.of_expert(expert, f"mlp.experts.{expert}.").gated_mlp("", "", hidden, experts.ffn)
+        place = at.of_expert(expert, f"mlp.experts.{expert}.", "mlp.experts.")
+        parameters += place.gated_mlp("", "", hidden, experts.ffn)
     return parameters
 
 
@@ -76,7 +78,7 @@ def _mixtral(shape: ModelShape, at: Place) -> list[Parameter]:
         at.one("mlp.router.weight", "block_sparse_moe.gate.weight", Replicated(), experts.count, hidden),
     ]
     for expert in range(experts.count):
-        place = at.of_expert(expert, f"block_sparse_moe.experts.{expert}.")
+        place = at.of_expert(expert, f"block_sparse_moe.experts.{expert}.", "block_sparse_moe.experts.")
         parameters += place.gated_mlp("", "", hidden, experts.ffn, names=("w1", "w3", "w2"))
     return parameters
 
@@ -95,8 +97,11 @@ def _gpt_oss(shape: ModelShape, at: Place) -> list[Parameter]:
 
 
 def _stacked_expert(experts: Experts, hidden: int, at: Place, expert: int) -> list[Parameter]:
-    """Of each projection all experts are one tensor, with inputs before outputs, gates and ups alternating."""
-    place, width = at.of_expert(expert, "mlp.experts."), experts.ffn
+    """Of each projection all experts are one tensor, with inputs before outputs, gates and ups alternating.
+
+    SGLang holds them in the order of the kernel that it chooses.
+    """
+    place, width = at.of_expert(expert, "mlp.experts.", None), experts.ffn
     return [
         place.one("linear_fc1.weight", f"gate_up_proj[{expert}]", InterleavedGateUp(), hidden, 2 * width),
         place.one("linear_fc1.bias", f"gate_up_proj_bias[{expert}]", InterleavedGateUp(), 2 * width),
@@ -157,7 +162,10 @@ def _grouped_attention(shape: ModelShape, at: Place) -> list[Parameter]:
 
 
 def _latent_attention(shape: ModelShape, latent: LatentAttention, at: Place) -> list[Parameter]:
-    """Down and up projections with a norm between; Megatron takes neighbouring rows as the pairs to rotate."""
+    """Down and up projections with a norm between; Megatron takes neighbouring rows as the pairs to rotate.
+
+    SGLang's ranks hold the down projections whole, those of queries above those of keys and values.
+    """
     hidden, kv_rank, query_rank = shape.hidden, latent.kv_rank, latent.query_rank
     query, key_value = shape.heads * shape.head_dim, shape.heads * (latent.nope + latent.value)
     rows = Split(dim=0)
@@ -167,17 +175,23 @@ def _latent_attention(shape: ModelShape, latent: LatentAttention, at: Place) -> 
     def one(name: str, hf_name: str, layout: Layout, *size: int) -> Parameter:
         return at.one(f"self_attention.{name}.weight", f"self_attn.{hf_name}.weight", layout, *size)
 
+    key_value_down = replace(
+        one("linear_kv_down_proj", "kv_a_proj_with_mqa", shared, kv_rank + latent.rope, hidden), engine_whole=True
+    )
     if query_rank is None:
         queries = [one("linear_q_proj", "q_proj", by_head, query, hidden)]
     else:
+        down = f"{at.engine}self_attn.fused_qkv_a_proj_with_mqa.weight"
+        query_down = one("linear_q_down_proj", "q_a_proj", rows, query_rank, hidden)
+        key_value_down = replace(key_value_down, engine=down, engine_row=query_rank)
         queries = [
-            one("linear_q_down_proj", "q_a_proj", rows, query_rank, hidden),
+            replace(query_down, engine=down, engine_whole=True),
             one("q_layernorm", "q_a_layernorm", Replicated(), query_rank),
             one("linear_q_up_proj", "q_b_proj", by_head, query, query_rank),
         ]
     return [
         *queries,
-        one("linear_kv_down_proj", "kv_a_proj_with_mqa", shared, kv_rank + latent.rope, hidden),
+        key_value_down,
         one("kv_layernorm", "kv_a_layernorm", Replicated(), kv_rank),
         one("linear_kv_up_proj", "kv_b_proj", rows, key_value, kv_rank),
         one("linear_proj", "o_proj", Split(dim=1), hidden, shape.heads * latent.value),

@@ -1,7 +1,7 @@
 """How the tensors of a Hugging Face checkpoint lie in a Megatron parameter, and how both are split over ranks.
 
 Pure tensor arithmetic. Each layout converts between the Hugging Face tensors of a parameter, the whole Megatron
-parameter, and one rank's shard of it. Those of dense models also say which part one rank of an engine holds.
+parameter, and one rank's shard of it. Those that an engine has too say in boxes what a rank of either holds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from megarl.weights.boxes import Box, cut, matrix, share
+
+Shapes = Sequence[tuple[int, ...]]
+"""Those of a parameter's Hugging Face tensors."""
 
 
 class Layout(ABC):
@@ -39,13 +44,29 @@ class Layout(ABC):
 
 
 class EngineLayout(Layout):
-    """A layout that SGLang has too, fused in the same way."""
+    """A layout that SGLang has too, fused in the same way. Sizes that ranks cannot divide raise ValueError."""
 
     @abstractmethod
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        """What tensor-parallel rank `rank` of the trainer holds: its `shard`."""
+
+    def engine_boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
         """What rank `rank` of an engine with `size` ranks holds under its fused name."""
+        return self.boxes(shapes, rank, size)
+
+    def engine_shape(self, shapes: Shapes, size: int) -> tuple[int, ...]:
+        """The shape of what one of the engine's ranks holds; it is zero where no box lies."""
+        boxes = self.engine_boxes(shapes, 0, size)
+        rows, columns = max(box.at_row + box.rows for box in boxes), max(box.at_column + box.columns for box in boxes)
+        return (rows, columns) if len(shapes[0]) > 1 else (rows,)
+
+    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+        """What `engine_boxes` say, as a tensor."""
+        shapes = [tuple(part.shape) for part in parts]
+        return cut(parts, self.engine_boxes(shapes, rank, size), self.engine_shape(shapes, size))
 
 
+@dataclass(frozen=True)
 class Replicated(EngineLayout):
     """One tensor, the same on every rank."""
 
@@ -64,8 +85,8 @@ class Replicated(EngineLayout):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return shards[0]
 
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return parts[0]
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        return [_whole(shapes[0])]
 
 
 @dataclass(frozen=True)
@@ -86,8 +107,12 @@ class Split(EngineLayout):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards), self.dim)
 
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return parts[0].chunk(size, self.dim)[rank]
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        rows, columns = matrix(shapes[0])
+        if self.dim == 0:
+            return _whole(shapes[0]).in_rows(*share(rows, rank, size))
+        start, count = share(columns, rank, size)
+        return [Box(0, 0, start, rows, count, 0, 0)]
 
 
 @dataclass(frozen=True)
@@ -107,9 +132,19 @@ class Vocabulary(Split):
     def whole_shape(self, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         return (self.padded, *shapes[0][1:])
 
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        return _whole(shapes[0]).in_rows(*share(self.padded, rank, size))
+
+    def engine_boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        rows = self.engine_shape(shapes, size)[0]
+        return _whole(shapes[0]).in_rows(rank * rows, rows)
+
+    def engine_shape(self, shapes: Shapes, size: int) -> tuple[int, ...]:
         rows = -(-self.vocab // self.engine_multiple) * self.engine_multiple
-        return _pad_rows(parts[0], -(-rows // size) * size).chunk(size)[rank]
+        if rows % size:
+            multiple = self.engine_multiple * size
+            rows = -(-self.vocab // multiple) * multiple
+        return (rows // size, *shapes[0][1:])
 
 
 @dataclass(frozen=True)
@@ -135,13 +170,27 @@ class QueryKeyValue(EngineLayout):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards))
 
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        query, *key_value = parts
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        in_group = [rows // self.kv_heads for rows, *_ in shapes]
+        mine = share(self.kv_heads * sum(in_group), rank, size)
+        return [
+            box
+            for group in range(self.kv_heads)
+            for part, rows in enumerate(in_group)
+            for box in Box(
+                part, group * rows, 0, rows, matrix(shapes[part])[1], group * sum(in_group) + sum(in_group[:part]), 0
+            ).in_rows(*mine)
+        ]
+
+    def engine_boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
         # an engine with more ranks than key-value heads repeats them
         copies = max(1, size // self.kv_heads)
-        return torch.cat([query.chunk(size)[rank], *(x.chunk(size // copies)[rank // copies] for x in key_value)])
+        heads = [(self.heads, rank, size), *[(self.kv_heads, rank // copies, size // copies)] * 2]
+        shares = [share(*of_heads) for of_heads in heads]
+        return _stacked(shapes, [(start * self.head_dim, count * self.head_dim) for start, count in shares])
 
 
+@dataclass(frozen=True)
 class GateUp(EngineLayout):
     """Gate rows over up rows; a rank holds its part of both."""
 
@@ -157,8 +206,8 @@ class GateUp(EngineLayout):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return _unshard_halves(shards)
 
-    def engine_shard(self, parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        return torch.cat([part.chunk(size)[rank] for part in parts])
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        return _stacked(shapes, [share(rows, rank, size) for rows, *_ in shapes])
 
 
 class InterleavedGateUp(Layout):
@@ -201,10 +250,10 @@ class TransposedInputs(Layout):
 
 
 @dataclass(frozen=True)
-class RopePairs(Layout):
+class RopePairs(EngineLayout):
     """One tensor, divided by rows; of every `period` rows the last `rope` are rotated as two halves.
 
-    Megatron's latent attention rotates neighbours, so that the halves' rows alternate there.
+    Megatron's latent attention rotates neighbours, so that the halves' rows alternate there. An engine leaves them.
     """
 
     period: int
@@ -222,10 +271,39 @@ class RopePairs(Layout):
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards))
 
+    def boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        rows, columns = matrix(shapes[0])
+        still, half = self.period - self.rope, self.rope // 2
+        mine = share(rows, rank, size)
+        boxes = []
+        for start in range(0, rows, self.period):
+            boxes += Box(0, start, 0, still, columns, start, 0).in_rows(*mine)
+            for at in range(self.rope):
+                row = start + still + at // 2 + at % 2 * half
+                boxes += Box(0, row, 0, 1, columns, start + still + at, 0).in_rows(*mine)
+        return boxes
+
+    def engine_boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
+        return Split(dim=0).boxes(shapes, rank, size)
+
     def _reorder(self, rows: Tensor, grid: tuple[int, int]) -> Tensor:
         """The rotated rows of each period, seen as a `grid`, are read column by column."""
         still, rotated = rows.unflatten(0, (-1, self.period)).split([self.period - self.rope, self.rope], 1)
         return torch.cat([still, rotated.unflatten(1, grid).transpose(1, 2).flatten(1, 2)], 1).flatten(0, 1)
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return Box(0, 0, 0, *matrix(shape), 0, 0)
+
+
+def _stacked(shapes: Shapes, rows: Sequence[tuple[int, int]]) -> list[Box]:
+    """Of each part `rows`, a start and a count, one part under the other."""
+    boxes: list[Box] = []
+    at = 0
+    for part, (start, count) in enumerate(rows):
+        boxes.append(Box(part, start, 0, count, matrix(shapes[part])[1], at, 0))
+        at += count
+    return boxes
 
 
 def _shard_halves(whole: Tensor, rank: int, size: int) -> Tensor:

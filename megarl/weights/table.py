@@ -17,23 +17,40 @@ from megarl.weights.parameter import Parameter
 def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
     """All parameters of a model, in a fixed order; `tensor` decides the vocabulary's padding.
 
+    Those of a model have an engine's name if each of them fills a tensor of every engine, however it is split.
+    """
+    parameters = engine_parameters(shape, tensor)
+    if shape.experts is None and shape.latent is None and not shape.unit_norms and isinstance(shape.head, PolicyHead):
+        return parameters
+    return [replace(parameter, engine=None) for parameter in parameters]
+
+
+def engine_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
+    """`model_parameters` with the places in an engine of all for which they are known.
+
+    Those of SGLang 0.5.23 without quantization, its stacks of experts as the Triton kernels want them, its shared
+    experts apart (`--disable-shared-experts-fusion`) and without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.
     With tied embeddings there is no output parameter: a last pipeline stage holds a copy of the embedding.
     """
     vocabulary = Vocabulary(dim=0, vocab=shape.vocab, padded=shape.padded_vocab(tensor))
     table, final = ((shape.vocab, shape.hidden),), "model.norm.weight"
     embedding, output = "model.embed_tokens.weight", "lm_head.weight"
     parameters = [
-        Parameter("embedding.word_embeddings.weight", (embedding,), embedding, vocabulary, table),
+        Parameter(
+            "embedding.word_embeddings.weight",
+            (embedding,),
+            embedding,
+            vocabulary,
+            table,
+            engine_whole=shape.unit_norms,  # Gemma's
+        ),
         *(parameter for layer in range(shape.layers) for parameter in layer_parameters(shape, layer)),
         Parameter("decoder.final_layernorm.weight", (final,), final, Replicated(), ((shape.hidden,),), last_stage=True),
     ]
     if not isinstance(shape.head, PolicyHead):
-        return [replace(parameter, engine=None) for parameter in [*parameters, *_scalar_head(shape)]]
+        return [*parameters, *_scalar_head(shape)]
     if not shape.tied:
         parameters.append(Parameter("output_layer.weight", (output,), output, vocabulary, table, last_stage=True))
-    if shape.experts is not None or shape.latent is not None or shape.unit_norms:
-        # SGLang has layouts of its own here: experts by its options, absorbed projections, Gemma's whole embedding
-        parameters = [replace(parameter, engine=None) for parameter in parameters]
     return parameters
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megarl.weights.boxes import cut
 from megarl.weights.layouts import (
     EngineLayout,
     GateUp,
@@ -111,6 +112,18 @@ def test_every_element_lies_in_exactly_one_engine_rank(case: Case) -> None:
     shards = [layout.engine_shard(parts, rank, size) for rank in range(size)]
     for shard in shards if isinstance(layout, Replicated) else [torch.cat([x.flatten() for x in shards])]:
         assert elements([shard]) == elements(parts)
+
+
+@fixed
+@given(cases())
+def test_boxes_say_what_a_shard_holds(case: Case) -> None:
+    layout, parts, size = case
+    if not isinstance(layout, EngineLayout):
+        return
+    whole, shapes = layout.to_megatron(parts), [tuple(part.shape) for part in parts]
+    for rank in range(size):
+        shard = layout.shard(whole, rank, size)
+        assert torch.equal(cut(parts, layout.boxes(shapes, rank, size), tuple(shard.shape)), shard)
 
 
 @fixed
