@@ -3,6 +3,24 @@
 Sees both sides through small protocols and imports neither megatron nor sglang.
 """
 
+from megarl.checkpoint_engine.check_plan import check
+from megarl.checkpoint_engine.plan import Plan, Transfer, make_plan
 from megarl.checkpoint_engine.publish import PublishError, check_agreement, clear_score_bias, publish
+from megarl.checkpoint_engine.sides import Engines, PlanError, Training
+from megarl.checkpoint_engine.traffic import Traffic, traffic
 
-__all__ = ["PublishError", "check_agreement", "clear_score_bias", "publish"]
+__all__ = [
+    "Engines",
+    "Plan",
+    "PlanError",
+    "PublishError",
+    "Traffic",
+    "Training",
+    "Transfer",
+    "check",
+    "check_agreement",
+    "clear_score_bias",
+    "make_plan",
+    "publish",
+    "traffic",
+]

@@ -185,8 +185,8 @@ class QueryKeyValue(EngineLayout):
     def engine_boxes(self, shapes: Shapes, rank: int, size: int) -> list[Box]:
         # an engine with more ranks than key-value heads repeats them
         copies = max(1, size // self.kv_heads)
-        heads = [(self.heads, rank, size), *[(self.kv_heads, rank // copies, size // copies)] * 2]
-        shares = [share(*of_heads) for of_heads in heads]
+        start, count = share(self.kv_heads * copies, rank, size)
+        shares = [share(self.heads, rank, size), *[(start // copies, count)] * 2]
         return _stacked(shapes, [(start * self.head_dim, count * self.head_dim) for start, count in shares])
 
 
