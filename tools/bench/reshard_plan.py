@@ -1,0 +1,257 @@
+#!/usr/bin/env python
+"""Reshard plans of large models: how long they take to make, and how many bytes they move.
+
+    python tools/bench/reshard_plan.py             all cases: some minutes
+    python tools/bench/reshard_plan.py --quick     the smallest and the largest of each model: under a minute
+
+Weights are bfloat16, nodes have 8 ranks, buckets at most 512 MiB. Layouts are what such models are trained and served
+with; "split" has the engines on ranks of their own, as many as the trainer's, otherwise both are on all ranks.
+DeepSeek-V3 has 61 layers, which no number of stages divides: it is planned with 64 where there are stages.
+
+Columns, GB of 10^9 bytes:
+  plan      CPU seconds of one core: the table, the patterns, who sends, the buckets
+  check     CPU seconds of the proof
+  rank      CPU seconds of listing one rank's transfers of all buckets; transfers: their number
+  shard     largest shard of an engine's rank
+  needed    lower bound, over 8 of the engines' ranks: the mean of what their shards have beyond what is on their GPU
+            already, from their boxes and not from the plan; most: the largest
+  got, sent largest of what any rank gets and sends
+  over      bytes that those 8 get, over their lower bound
+  senders   the busiest sender over the mean of the trainer's ranks; by_got: over the rank that gets most
+  whole     what a rank gets where all ranks gather the whole model, over what the busiest one gets here
+  buckets   their number; buffer: the largest part of one that a rank gets; sends: that a rank sends
+A ratio is nan where nothing moves.
+
+The last line has the worst of all cases, plan_v3_1024_s for DeepSeek-V3 on 1,024 ranks, and the smallest of `whole`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from megarl.checkpoint_engine import Engines, Plan, Training, check, make_plan, traffic
+from megarl.config import Experts, LatentAttention, Layout, ModelShape, Rope, TrainPlace, train_place
+from megarl.weights import Box, EngineLayout, Parameter, engine_parameters
+
+NODE = 8
+BUCKET_BYTES = 512 << 20
+ITEM_BYTES = 2
+GB = 1e9
+
+QWEN3_8B = ModelShape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e-6, Rope(), False, qk_norm=True)
+LLAMA3_70B = ModelShape("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192, 1e-5, Rope(), False)
+QWEN3_235B = replace(
+    ModelShape("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, 40960, 1e-6, Rope(), False, qk_norm=True),
+    experts=Experts(128, 8, 1536, tuple(range(94))),
+)
+DEEPSEEK_V3 = replace(
+    ModelShape("deepseek_v3", 61, 7168, 128, 128, 192, 18432, 129280, 163840, 1e-6, Rope(), False),
+    latent=LatentAttention(1536, 512, 128, 64, 128),
+    experts=Experts(256, 8, 2048, tuple(range(3, 61)), shared_ffn=2048, score="sigmoid", correction_bias=True),
+)
+DEEPSEEK_64 = replace(
+    DEEPSEEK_V3,
+    layers=64,
+    experts=Experts(256, 8, 2048, tuple(range(3, 64)), shared_ffn=2048, score="sigmoid", correction_bias=True),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    shape: ModelShape
+    layout: Layout
+    world: int
+    tensor: int
+    expert: int = 1
+    split: bool = False
+    quick: bool = False
+
+    @property
+    def engines(self) -> Engines:
+        first = self.world if self.split else 0
+        starts = range(first, first + self.world, self.tensor)
+        return Engines(tuple(tuple(range(start, start + self.tensor)) for start in starts), self.expert)
+
+    @property
+    def name(self) -> str:
+        layout = self.layout
+        parts = {"t": layout.tensor, "p": layout.pipeline, "e": layout.expert}
+        trained = "".join(f"{key}{size}" for key, size in parts.items() if size > 1) or "whole"
+        served = f"t{self.tensor}" + (f"e{self.expert}" if self.expert > 1 else "")
+        return f"{self.model:11} {self.world:5} {trained + '>' + served + (' split' if self.split else ''):22}"
+
+
+CASES = (
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=2), 8, 2, quick=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4, pipeline=2), 8, 1, quick=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4), 64, 2, split=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4, pipeline=2), 2048, 2, quick=True),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=2), 16, 8, quick=True),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 128, 4),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 512, 8, split=True),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=8), 2048, 8, quick=True),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=16), 64, 8, 8, quick=True),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 256, 16, 8),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 512, 8, 1, split=True),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 2048, 8, 8, quick=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=16), 256, 16, 16),
+    Case("DeepSeek-V3", DEEPSEEK_V3, Layout(expert=64), 1024, 32, 32, quick=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 1024, 32, 32, quick=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 1024, 32, 1),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(tensor=2, pipeline=8, expert=32), 1024, 32, 32, split=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 2048, 32, 32, quick=True),
+)
+COLUMNS = {
+    "plan": "6.2f",
+    "check": "6.2f",
+    "rank": "6.2f",
+    "transfers": "9.0f",
+    "shard": "7.2f",
+    "needed": "7.2f",
+    "most": "7.2f",
+    "got": "7.2f",
+    "sent": "7.2f",
+    "over": "6.3f",
+    "senders": "7.3f",
+    "by_got": "7.3f",
+    "whole": "7.2f",
+    "buckets": "7.0f",
+    "buffer": "6.2f",
+    "sends": "6.2f",
+}
+Row = dict[str, float]
+T = TypeVar("T")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the smallest and the largest of each model")
+    cases = [case for case in CASES if case.quick or not parser.parse_args().quick]
+    print(f"{'model':11} ranks {'layout':22}" + " ".join(f"{c:>{width(form)}}" for c, form in COLUMNS.items()))
+    rows = []
+    for case in cases:
+        rows.append(measure(case))
+        print(case.name + " ".join(f"{rows[-1][column]:{form}}" for column, form in COLUMNS.items()), flush=True)
+    print(headline(cases, rows))
+
+
+def width(form: str) -> str:
+    return form.split(".")[0]
+
+
+def measure(case: Case) -> Row:
+    engines = case.engines
+    training = Training(case.layout, case.world)
+
+    def planned() -> Plan:
+        return make_plan(case.shape, training, engines, ranks_per_node=NODE, bucket_bytes=BUCKET_BYTES)
+
+    plan, plan_s = timed(planned)
+    _, check_s = timed(lambda: check(plan))
+    rank = engines.ranks[0][-1]
+    transfers, rank_s = timed(lambda: sum(1 for b in range(len(plan.buckets)) for _ in plan.transfers(b, rank)))
+    flow = traffic(plan)
+    sent, got, kept = (part.sum(0) for part in (flow.sent, flow.received, flow.kept))
+    ranks = np.array(engines.ranks).ravel()
+    table = engine_parameters(case.shape, case.layout.tensor)
+    some = np.unique(ranks[np.linspace(0, len(ranks) - 1, 8).astype(int)]).tolist()
+    needed = {rank: needed_bytes(case, table, rank) for rank in some}
+    whole = sum(int(np.prod(size)) for parameter in table for size in parameter.hf_shapes) * ITEM_BYTES
+    return {
+        "plan": plan_s,
+        "check": check_s,
+        "rank": rank_s,
+        "transfers": transfers,
+        "shard": (got + kept).max() / GB,
+        "needed": float(np.mean(list(needed.values()))) / GB,
+        "most": max(needed.values()) / GB,
+        "got": got.max() / GB,
+        "sent": sent.max() / GB,
+        "over": over(sum(got[rank] for rank in some), sum(needed.values())),
+        "senders": over(sent.max(), sent[: case.world].mean()),
+        "by_got": over(sent.max(), got.max()),
+        "whole": over(whole, got.max()),
+        "buckets": len(plan.buckets),
+        "buffer": (flow.received + flow.kept).max() / GB,
+        "sends": flow.sent.max() / GB,
+    }
+
+
+def over(some: float, base: float) -> float:
+    return some / base if base else math.nan
+
+
+def timed(action: Callable[[], T]) -> tuple[T, float]:
+    start = time.process_time()
+    return action(), time.process_time() - start
+
+
+def needed_bytes(case: Case, table: Sequence[Parameter], rank: int) -> int:
+    """Of the engine's shard on `rank`, what the trainer does not hold there; reckoned without the plan."""
+    place = next(ranks.index(rank) for ranks in case.engines.ranks if rank in ranks)
+    at = train_place(rank, case.world, case.layout) if rank < case.world else None
+    layout, experts = case.layout, case.shape.experts
+    counts: Counter[tuple[Parameter, bool]] = Counter()
+    for parameter in table:
+        stage = layout.pipeline - 1 if parameter.last_stage else 0
+        if parameter.layer is not None:
+            stage = parameter.layer // (case.shape.layers // layout.pipeline)
+        held = at is not None and at.pipeline == stage
+        if parameter.expert is not None and experts is not None:
+            if parameter.expert // (experts.count // case.expert) != place // (case.tensor // case.expert):
+                continue
+            held = held and at is not None and at.expert == parameter.expert // (experts.count // layout.expert)
+        # one stands for all that lie alike
+        counts[replace(parameter, megatron="", hf=(), engine=None, layer=None), held] += 1
+    return sum(count * missing_bytes(case, *key, at, place) for key, count in counts.items())
+
+
+def missing_bytes(case: Case, parameter: Parameter, held: bool, at: TrainPlace | None, place: int) -> int:
+    layout, engine_layout, shapes = parameter.layout, parameter.engine_layout, parameter.hf_shapes
+    assert isinstance(layout, EngineLayout)
+    assert isinstance(engine_layout, EngineLayout)
+    of_expert = parameter.expert is not None
+    size = case.tensor // case.expert if of_expert else case.tensor
+    wanted, have = engine_layout.engine_boxes(shapes, place % size, size), []
+    if held and at is not None:
+        index, split = (at.expert_tensor, case.layout.expert_tensor) if of_expert else (at.tensor, case.layout.tensor)
+        have = layout.boxes(shapes, index, split)
+    area = sum(box.rows * box.columns for box in wanted)
+    area -= sum(common(a, b) for a in wanted for b in have if a.part == b.part)
+    return area * (4 if parameter.float32 else ITEM_BYTES)
+
+
+def common(a: Box, b: Box) -> int:
+    rows = min(a.row + a.rows, b.row + b.rows) - max(a.row, b.row)
+    columns = min(a.column + a.columns, b.column + b.columns) - max(a.column, b.column)
+    return max(0, rows) * max(0, columns)
+
+
+def headline(cases: Sequence[Case], rows: Sequence[Row]) -> str:
+    pairs = zip(cases, rows, strict=True)
+    v3 = [row["plan"] for case, row in pairs if case.model == "DeepSeek-V3" and case.world == 1024]
+    moving = [row for row in rows if row["got"]]
+    figures = {
+        "plan_v3_1024_s": max(v3),
+        "plan_worst_s": max(row["plan"] for row in rows),
+        "check_worst_s": max(row["check"] for row in rows),
+        "rank_worst_s": max(row["rank"] for row in rows),
+        "over_lower_bound_worst": max(row["over"] for row in moving),
+        "senders_worst": max(row["senders"] for row in moving),
+        "gather_whole_over_got_least": min(row["whole"] for row in moving),
+        "buffer_worst_gb": max(row["buffer"] for row in rows),
+    }
+    return " ".join(f"{name}={value:.3f}" for name, value in figures.items())
+
+
+if __name__ == "__main__":
+    main()
