@@ -28,6 +28,7 @@ from megarl.config import (
     check_layout,
     check_recipe,
     engine_leaders,
+    load_function,
     read_model_shape,
     train_place,
 )
@@ -41,7 +42,6 @@ from megarl.data import (
     read_preferences,
     whole_pairs,
 )
-from megarl.rewards import own_rule
 from megarl.trainer.run_state import RunDirectory
 
 if TYPE_CHECKING:
@@ -177,20 +177,14 @@ def _check_scores(path: Path, head: RewardHead, *, served: bool) -> None:
 
 
 def _check_own_functions(recipe: RlRecipe) -> None:
-    for name, rule in recipe.reward.rules.items():
-        if isinstance(rule, OwnRule):
+    algorithm = {"algorithm.advantage": recipe.algorithm.advantage, "algorithm.loss": recipe.algorithm.loss}
+    sources = {f"reward.sources.{name}": rule for name, rule in recipe.reward.rules.items()}
+    for key, section in (algorithm | sources).items():
+        if isinstance(section, Own | OwnRule):
             try:
-                own_rule(rule.function)
+                load_function(section.function, 2 if isinstance(section, OwnRule) else 1, section.options)
             except ValueError as error:
-                raise RecipeError(f"reward.sources.{name}.function: {error}") from None
-    from megarl.algorithms import find  # which imports torch, and most recipes need it not here
-
-    for key, section in (("advantage", recipe.algorithm.advantage), ("loss", recipe.algorithm.loss)):
-        if isinstance(section, Own):
-            try:
-                find(section.function, {})
-            except ValueError as error:
-                raise RecipeError(f"algorithm.{key}.function: {error}") from None
+                raise RecipeError(f"{key}.function: {error}") from None
 
 
 def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:

@@ -240,6 +240,18 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("reward.sources.answer.datasets=[]", ["reward.sources.answer.datasets: must have at least 1 item"]),
     ("reward.sources.mine={type: own, function: f}", ["reward.sources.mine.function: must match pattern"]),
     ("reward.sources.mine={type: own, function: 'no_such:f'}", ["reward.sources.mine.function: 'no_such:f' cannot be"]),
+    (
+        "reward.sources.mine={type: own, function: 'math:cos'}",
+        ["'math:cos' cannot be called as it will be", "2 arguments"],
+    ),
+    (
+        "algorithm.loss={type: own, function: 'math:hypot2'}",
+        ["loss.function: 'math:hypot2' cannot be loaded"],
+    ),
+    (
+        "algorithm.advantage={type: own, function: 'os.path:split', options: {k: 1}}",
+        ["algorithm.advantage.function: 'os.path:split' cannot be called as it will be", "1 argument and by name k"],
+    ),
     ("reward.sources.mine={type: own, function: 'os:name'}", ["mine.function: 'os:name' is not a function"]),
     ("reward.sources.rm={type: model, model: {path: model}}", ["rm.model.path: model has no layer that scores"]),
     (
