@@ -109,6 +109,11 @@ class RolloutBatch:
                 scores[name] = torch.full((len(mine),), math.nan).masked_scatter(mine, found)
             else:
                 scores[name] = torch.tensor([t.scores.get(name, math.nan) for t in self._trajectories])
+            if not scores[name][mine].isfinite().all():
+                raise FloatingPointError(
+                    f"reward.sources.{name} gave a score that is not finite, expected numbers of float32: look for"
+                    " what is not finite in its model's weights, or for an overflow in your function"
+                )
         return scores
 
     def _shaped(self) -> Tensor:

@@ -235,6 +235,11 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("reward.sources=exact_match", ["reward.sources: must be keys with values, got 'exact_match'"]),
     ("reward.sources={2nd: {type: exact_match}}", ["reward.sources.2nd: must match pattern"]),
     ("reward.sources={a: {pattern: x}}", ["reward.sources.a.type: this key is needed and missing; one of exact_match"]),
+    ("reward.sources.answer.weight=1e300", ["reward.sources.answer.weight: must be less than or equal to 3000"]),
+    (
+        "reward.sources.mine={type: own, function: 'math:hypot', options: {x: 99999999999999999999}}",
+        ["reward.sources.mine.options: must have whole numbers of 64 bits only"],
+    ),
     ("reward.sources.answer.weight=0", ["reward.sources: all weights are 0"]),
     ("reward.sources.answer.datasets=[gsm8k]", ["reward.sources.answer.datasets: no row has the dataset 'gsm8k'"]),
     ("reward.sources.answer.datasets=[]", ["reward.sources.answer.datasets: must have at least 1 item"]),
