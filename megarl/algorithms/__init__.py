@@ -6,7 +6,7 @@ from megarl.algorithms.losses import PolicyTokens, value_loss
 from megarl.algorithms.mismatch import importance_weights
 from megarl.algorithms.normalize import token_weights
 from megarl.algorithms.preference import bradley_terry
-from megarl.algorithms.registry import ADVANTAGES, LOSSES, find
+from megarl.algorithms.registry import ADVANTAGES, LOSSES
 from megarl.algorithms.shaping import mixed_reward, overlong_penalty
 
 __all__ = [
@@ -16,7 +16,6 @@ __all__ = [
     "PolicyTokens",
     "adapted_coefficient",
     "bradley_terry",
-    "find",
     "importance_weights",
     "kl_estimate",
     "mixed_reward",

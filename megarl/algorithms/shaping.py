@@ -17,12 +17,14 @@ def mixed_reward(scores: Mapping[str, Float[Tensor, " N"]], sources: Mapping[str
 
     Standardised scores are (s - mean) / deviation over those that there are; 0 where all are the same.
     """
-    parts = []
+    total = torch.zeros_like(next(iter(scores.values())))
     for name, found in scores.items():
+        if not sources[name].weight:
+            continue
         there = ~found.isnan()
         values = whiten(found[there]) if sources[name].standardise else found[there]
-        parts.append(torch.zeros_like(found).masked_scatter(there, sources[name].weight * values))
-    return torch.stack(parts).sum(0)
+        total += torch.zeros_like(found).masked_scatter(there, sources[name].weight * values)
+    return total
 
 
 def overlong_penalty(lengths: Int[Tensor, " N"], *, limit: int, buffer: int) -> Float[Tensor, " N"]:

@@ -18,6 +18,7 @@ from megarl.config.algorithm import (
 )
 from megarl.config.checks import check_layout, check_recipe
 from megarl.config.errors import RecipeError
+from megarl.config.functions import load_function
 from megarl.config.load import dump_recipe, load_recipe
 from megarl.config.model import (
     Activation,
@@ -129,6 +130,7 @@ __all__ = [
     "dump_recipe",
     "engine_leaders",
     "head_config",
+    "load_function",
     "load_recipe",
     "read_model_shape",
     "train_place",

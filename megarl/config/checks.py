@@ -173,6 +173,8 @@ def _reward(recipe: RlRecipe) -> list[str]:
                 f"reward.sources.{unfit[0]}: remax scores greedy answers as they come, which rules and engines can;"
                 " use type engine for a reward model, and leave standardise out"
             )
+    if isinstance(recipe.algorithm.advantage, RemaxAdvantage) and reward.overlong_buffer:
+        problems.append("reward.overlong_buffer: remax compares with greedy answers as they come; leave it out")
     if reward.overlong_buffer >= recipe.rollout.max_new_tokens:
         problems.append("reward.overlong_buffer: must be smaller than rollout.max_new_tokens")
     return problems

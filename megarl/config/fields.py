@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 
@@ -33,8 +34,11 @@ def _pattern(value: str) -> str:
 def _json(value: dict[str, Any]) -> dict[str, Any]:
     try:
         json.dumps(value, allow_nan=False)
+        msgspec.msgpack.encode(value)
     except ValueError:
         raise ValueError("must have finite numbers only") from None
+    except OverflowError:
+        raise ValueError("must have whole numbers of 64 bits only") from None
     return value
 
 
@@ -46,6 +50,7 @@ PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
 GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT_MAX)]
+AnyFloat = Annotated[float, Field(ge=-FLOAT_MAX, le=FLOAT_MAX)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT_MAX)]
 Seconds = Annotated[float, Field(gt=0, le=SECONDS_MAX)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

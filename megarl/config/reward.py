@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megarl.config.fields import (
     AnswerPattern,
+    AnyFloat,
     FunctionName,
     JsonObject,
     Location,
@@ -37,7 +38,7 @@ class Serving(Section):
 
 
 class Source(Section):
-    weight: float = 1.0
+    weight: AnyFloat = 1.0
     """What its score counts in the reward; 0: it is only logged."""
     datasets: Annotated[list[str], Field(min_length=1)] | None = None
     """It scores the rows whose `dataset` is one of these; none: all rows."""

@@ -43,6 +43,11 @@ class PromptSet:
         """Those of all rows."""
         return {row.dataset for row in self._rows}
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max((len(ids) for ids in self._ids), default=0)
+
     def __len__(self) -> int:
         return len(self._rows)
 

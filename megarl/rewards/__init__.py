@@ -5,6 +5,6 @@ writes is untrusted: it is judged in a process that can be killed, never in the 
 """
 
 from megarl.rewards.pool import RewardError, RewardPool
-from megarl.rewards.rules import build_rule, exact_match, math_verify_reward, own_rule
+from megarl.rewards.rules import build_rule, exact_match, math_verify_reward
 
-__all__ = ["RewardError", "RewardPool", "build_rule", "exact_match", "math_verify_reward", "own_rule"]
+__all__ = ["RewardError", "RewardPool", "build_rule", "exact_match", "math_verify_reward"]

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+import psutil
+
 from megarl.rewards.worker import SCORE, Setup, message
 
 if TYPE_CHECKING:
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 START_LIMIT_S = 120.0
 START_ATTEMPTS = 3
 EXIT_LIMIT_S = 10.0
+KILL_LIMIT_S = 2.0
 
 Item = tuple[str, str, str]
 """Rule, response and true answer."""
@@ -161,7 +164,11 @@ class _Worker:
             done, _ = await asyncio.wait({reading}, timeout=limit_s)
             if not done:
                 self.kill()
-            data = await reading
+                done_late, _ = await asyncio.wait({reading}, timeout=KILL_LIMIT_S)
+                # what it started may hold its output open; that is not waited for
+                data = await reading if done_late else b""
+            else:
+                data = await reading
         finally:
             reading.cancel()
         if not data:
@@ -175,6 +182,10 @@ class _Worker:
         """End the process at once, if it still runs."""
         self._usable = False
         if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for started in psutil.Process(self._process.pid).children(recursive=True):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        started.kill()
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 

@@ -6,12 +6,13 @@ Run by `worker.py` in a process that is killed when a rule takes too long, so no
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 import re
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
+
+from megarl.config import load_function
 
 Rule = Callable[[str, str], float]
 
@@ -27,25 +28,11 @@ def build_rule(options: Mapping[str, Any]) -> Rule:
         case {"type": "math_verify"}:
             return math_verify_reward
         case {"type": "own", "function": function, "options": given}:
-            return functools.partial(own_rule(function), **given)
+            return functools.partial(load_function(function, 2, given), **given)
     raise ValueError(
         f"{dict(options)} is no rule; its type is exact_match, with a pattern, math_verify, or own, with a function and"
         " options"
     )
-
-
-def own_rule(name: str) -> Rule:
-    """The user's function at `module:function`. Raises ValueError saying what is wrong with it."""
-    module, _, function = name.partition(":")
-    try:
-        found: Rule = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        raise ValueError(
-            f"{name!r} cannot be loaded: {type(error).__name__}: {error}; is its directory on PYTHONPATH?"
-        ) from error
-    if not callable(found):
-        raise ValueError(f"{name!r} is not a function")
-    return found
 
 
 def exact_match(response: str, answer: str, pattern: str) -> float:

@@ -8,12 +8,10 @@ worker ends when stdin closes. An exception in a rule ends it too: the pool coun
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import signal
 import struct
-import sys
 from typing import Any, BinaryIO
 
 import msgspec
@@ -25,6 +23,7 @@ SCORE = struct.Struct("<d")
 READY = 1.0
 # math-verify with sympy needs a tenth of it; a hostile expression could take the node's
 ADDRESS_SPACE_BYTES = 2 << 30
+FLOAT_MAX = 3e38
 WARM_UP = ("The answer is $1$.", "1")
 
 
@@ -39,8 +38,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C reaches every process of the terminal; the pool decides
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    replies = _take_stdout()
-    requests = sys.stdin.buffer
+    replies, requests = _take_stdout(), _take_stdin()
     setup = _receive(requests)
     if setup is None:
         return
@@ -54,8 +52,8 @@ def main() -> None:
     while (request := _receive(requests)) is not None:
         name, response, answer = decode(request)
         score = float(rules[name](response, answer))
-        if not math.isfinite(score):
-            raise ValueError(f"rule {name} gave {score}, expected a finite number")
+        if not abs(score) <= FLOAT_MAX:
+            raise ValueError(f"rule {name} gave {score}, expected a number of float32")
         os.write(replies, SCORE.pack(score))
 
 
@@ -70,6 +68,14 @@ def _take_stdout() -> int:
     replies = os.dup(1)
     os.dup2(2, 1)
     return replies
+
+
+def _take_stdin() -> BinaryIO:
+    """A private stream of requests; what rules start would else read them."""
+    requests = os.dup(0)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    return os.fdopen(requests, "rb")
 
 
 def _receive(stream: BinaryIO) -> bytes | None:

@@ -47,7 +47,7 @@ class Sample(msgspec.Struct):
 
 
 class Evaluation(msgspec.Struct, tag=True):
-    """Mean score over the held-out problems, at temperature 1 and greedy; the first temperature-1 samples."""
+    """Share of held-out problems with a score above 0, at temperature 1 and greedy; the first temperature-1 samples."""
 
     accuracy: float
     accuracy_greedy: float

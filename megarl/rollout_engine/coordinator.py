@@ -131,8 +131,8 @@ class Coordinator:
         sampled = await _all(answer(prompt, 1.0) for prompt in problems)
         greedy = await _all(answer(prompt, 0.0) for prompt in problems)
         return channel.Evaluation(
-            accuracy=_mean([score for _, score in sampled]),
-            accuracy_greedy=_mean([score for _, score in greedy]),
+            accuracy=_mean([score > 0 for _, score in sampled]),
+            accuracy_greedy=_mean([score > 0 for _, score in greedy]),
             mean_length=_mean([len(trajectory.output_ids) for trajectory, _ in sampled]),
             samples=[
                 channel.Sample(prompt.text, prompt.answer, trajectory.text, score)

@@ -28,6 +28,7 @@ from megarl.config import (
     check_layout,
     check_recipe,
     engine_leaders,
+    load_function,
     read_model_shape,
     train_place,
 )
@@ -41,7 +42,6 @@ from megarl.data import (
     read_preferences,
     whole_pairs,
 )
-from megarl.rewards import own_rule
 from megarl.trainer.run_state import RunDirectory
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def preflight(recipe: AnyRecipe, *, world: int, ranks_per_node: int, resume: boo
             case RewardModelRecipe():
                 _check_preferences(recipe, tokenizer, shape)
             case RlRecipe():
-                _check_problems(recipe, tokenizer, shape)
                 _check_models(recipe, shape, world)
+                _check_problems(recipe, tokenizer, shape)
                 _check_own_functions(recipe)
     except OSError as error:
         raise RecipeError(f"{error.filename or recipe.model.path}: {error.strerror or error}") from None
@@ -151,10 +151,12 @@ def _check_models(recipe: RlRecipe, policy: ModelShape, world: int) -> None:
         try:
             shape = read_model_shape(path, head)
             if isinstance(shape.head, RewardHead):
-                _check_scores(path, shape.head, served=served)
+                _check_scores(recipe, path, shape.head, served=served)
             if not served:
                 check_layout(recipe, shape, world)
             _check_weights(path)
+            if served:
+                _check_score_layer(path, shape.hidden)
         except RecipeError as error:
             raise RecipeError(f"{key}: {str(error).removeprefix('model.path: ')}") from None
         if shape.max_positions < policy.max_positions:
@@ -166,7 +168,12 @@ def _check_models(recipe: RlRecipe, policy: ModelShape, world: int) -> None:
             raise RecipeError(f"{key}: {path} has another tokenizer.json than the policy; the models share tokens")
 
 
-def _check_scores(path: Path, head: RewardHead, *, served: bool) -> None:
+def _check_scores(recipe: RlRecipe, path: Path, head: RewardHead, *, served: bool) -> None:
+    if load_tokenizer(recipe.model.path).eos_token_id == head.padding:
+        raise RecipeError(
+            f"{path}: its padding is the policy's eos token, with which answers end, so that transformers would score"
+            " them before it; train it with another pad_token_id"
+        )
     if head.missing:
         raise RecipeError(f"{path} has no layer that scores; expected the result of a recipe of type reward_model")
     if served and head.architecture not in _SCORED_BY_ENGINES:
@@ -176,21 +183,26 @@ def _check_scores(path: Path, head: RewardHead, *, served: bool) -> None:
         )
 
 
-def _check_own_functions(recipe: RlRecipe) -> None:
-    for name, rule in recipe.reward.rules.items():
-        if isinstance(rule, OwnRule):
-            try:
-                own_rule(rule.function)
-            except ValueError as error:
-                raise RecipeError(f"reward.sources.{name}.function: {error}") from None
-    from megarl.algorithms import find  # which imports torch, and most recipes need it not here
+def _check_score_layer(path: Path, hidden: int) -> None:
+    """SGLang takes what a file lacks as it comes, at random."""
+    for file in _weight_files(path):
+        with safe_open(file, "numpy") as tensors:
+            if "score.weight" in tensors.keys():  # noqa: SIM118 (it is no dictionary)
+                if (found := tensors.get_slice("score.weight").get_shape()) == [1, hidden]:
+                    return
+                raise RecipeError(f"{file}: score.weight has the shape {found}, expected {[1, hidden]}")
+    raise RecipeError(f"{path}: no tensor score.weight in its files; copy or convert it again")
 
-    for key, section in (("advantage", recipe.algorithm.advantage), ("loss", recipe.algorithm.loss)):
-        if isinstance(section, Own):
+
+def _check_own_functions(recipe: RlRecipe) -> None:
+    algorithm = {"algorithm.advantage": recipe.algorithm.advantage, "algorithm.loss": recipe.algorithm.loss}
+    sources = {f"reward.sources.{name}": rule for name, rule in recipe.reward.rules.items()}
+    for key, section in (algorithm | sources).items():
+        if isinstance(section, Own | OwnRule):
             try:
-                find(section.function, {})
+                load_function(section.function, 2 if isinstance(section, OwnRule) else 1, section.options)
             except ValueError as error:
-                raise RecipeError(f"algorithm.{key}.function: {error}") from None
+                raise RecipeError(f"{key}.function: {error}") from None
 
 
 def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape: ModelShape) -> None:
@@ -202,6 +214,13 @@ def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape:
                 raise RecipeError(
                     f"reward.sources.{name}.datasets: no row has the dataset {unknown[0]!r}; there are"
                     f" {', '.join(map(repr, sorted(train.datasets)))}"
+                )
+        for name, source in recipe.reward.engines.items():
+            positions, most = read_model_shape(source.model.path, "reward").max_positions, recipe.rollout.max_new_tokens
+            if train.longest + most >= positions:  # SGLang keeps the last one for a token that is not generated here
+                raise RecipeError(
+                    f"reward.sources.{name}: its engine reads {positions - 1} tokens, less than the longest prompt"
+                    f" ({train.longest}) and rollout.max_new_tokens ({most}); lower that, or use type model"
                 )
         _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
     with _naming("data.test", recipe.data.test):

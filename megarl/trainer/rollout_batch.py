@@ -16,7 +16,6 @@ from megarl.algorithms import (
     Outcomes,
     PolicyTokens,
     adapted_coefficient,
-    find,
     importance_weights,
     kl_estimate,
     mixed_reward,
@@ -25,7 +24,7 @@ from megarl.algorithms import (
     value_loss,
     whiten,
 )
-from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RlRecipe
+from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RlRecipe, load_function
 from megarl.types import Group
 
 if TYPE_CHECKING:
@@ -110,6 +109,11 @@ class RolloutBatch:
                 scores[name] = torch.full((len(mine),), math.nan).masked_scatter(mine, found)
             else:
                 scores[name] = torch.tensor([t.scores.get(name, math.nan) for t in self._trajectories])
+            if not scores[name][mine].isfinite().all():
+                raise FloatingPointError(
+                    f"reward.sources.{name} gave a score that is not finite, expected numbers of float32: look for"
+                    " what is not finite in its model's weights, or for an overflow in your function"
+                )
         return scores
 
     def _shaped(self) -> Tensor:
@@ -262,6 +266,6 @@ class RolloutBatch:
 def _chosen(section: BaseModel, known: dict[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:
     """The function that a section of the recipe names, and its options."""
     if isinstance(section, Own):
-        return find(section.function, known), section.options
+        return load_function(section.function, 1, section.options), section.options
     options = section.model_dump()
     return known[options.pop("type")], options

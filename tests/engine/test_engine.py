@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
-from megarl.config import Model, Rollout
+from megarl.checkpoint_engine import clear_score_bias
+from megarl.config import Model, RewardEngine, Rollout
+from megarl.rollout_engine import EngineClient
 from megarl.rollout_engine import engine as module
 from megarl.runtime import Child, Guard, hold_port
 from megarl.runtime.network import LOOPBACK, listen
@@ -34,7 +40,7 @@ def test_an_engine_that_cannot_listen_ends(addition: Path, tmp_path: Path, monke
         module.Engine(
             Model(path=addition / "model"),
             Rollout(max_new_tokens=8),
-            index=0,
+            name="engine 0",
             host=LOOPBACK,
             key="key",
             device="cpu",
@@ -49,3 +55,41 @@ def test_an_engine_that_cannot_listen_ends(addition: Path, tmp_path: Path, monke
         finally:
             child.kill()
     assert "address already in use" in (tmp_path / "engine.log").read_text()
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen2Config])  # with Qwen3, test_ring trains
+def test_an_engine_scores_as_transformers_does(kind: Any, tmp_path: Path) -> None:
+    """SGLang gives Qwen2's score a bias of random numbers, which transformers' has not."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = kind(**sizes, num_key_value_heads=2, vocab_size=320, num_labels=1, pad_token_id=0)
+    model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    source = RewardEngine(type="engine", model=Model(path=tmp_path / "model"))
+    engine = module.Engine(
+        source.model,
+        source,
+        name="reward engine",
+        host=LOOPBACK,
+        key="key",
+        device="cpu",
+        seed=0,
+        log=tmp_path / "engine.log",
+        guard=_Watch(),
+        answer_timeout_s=60.0,
+    )
+    sequences = [[5, 6, 7, 8, 9, 2], [11, 12, 13, 2], [*range(3, 160)], [7]]
+
+    async def scores() -> list[float]:
+        async with EngineClient(engine.address, "key", timeout_s=60.0) as client:
+            return await client.score(sequences)
+
+    try:
+        engine.wait_healthy()
+        clear_score_bias(engine, torch.float32, "cpu")
+        found = asyncio.run(scores())
+    finally:
+        engine.child.kill()
+    with torch.no_grad():
+        expected = [float(model.double()(torch.tensor([ids])).logits) for ids in sequences]
+    assert found == pytest.approx(expected, abs=1e-5)

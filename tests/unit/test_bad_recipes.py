@@ -235,11 +235,28 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("reward.sources=exact_match", ["reward.sources: must be keys with values, got 'exact_match'"]),
     ("reward.sources={2nd: {type: exact_match}}", ["reward.sources.2nd: must match pattern"]),
     ("reward.sources={a: {pattern: x}}", ["reward.sources.a.type: this key is needed and missing; one of exact_match"]),
+    ("reward.sources.answer.weight=1e300", ["reward.sources.answer.weight: must be less than or equal to 3000"]),
+    (
+        "reward.sources.mine={type: own, function: 'math:hypot', options: {x: 99999999999999999999}}",
+        ["reward.sources.mine.options: must have whole numbers of 64 bits only"],
+    ),
     ("reward.sources.answer.weight=0", ["reward.sources: all weights are 0"]),
     ("reward.sources.answer.datasets=[gsm8k]", ["reward.sources.answer.datasets: no row has the dataset 'gsm8k'"]),
     ("reward.sources.answer.datasets=[]", ["reward.sources.answer.datasets: must have at least 1 item"]),
     ("reward.sources.mine={type: own, function: f}", ["reward.sources.mine.function: must match pattern"]),
     ("reward.sources.mine={type: own, function: 'no_such:f'}", ["reward.sources.mine.function: 'no_such:f' cannot be"]),
+    (
+        "reward.sources.mine={type: own, function: 'math:cos'}",
+        ["cannot be called as it will be: too many positional arguments"],
+    ),
+    (
+        "algorithm.loss={type: own, function: 'math:hypot2'}",
+        ["loss.function: 'math:hypot2' cannot be loaded"],
+    ),
+    (
+        "algorithm.advantage={type: own, function: 'os.path:split', options: {k: 1}}",
+        ["algorithm.advantage.function: 'os.path:split' cannot be called as it will be", "1 argument and by name k"],
+    ),
     ("reward.sources.mine={type: own, function: 'os:name'}", ["mine.function: 'os:name' is not a function"]),
     ("reward.sources.rm={type: model, model: {path: model}}", ["rm.model.path: model has no layer that scores"]),
     (

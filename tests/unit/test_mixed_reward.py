@@ -35,6 +35,11 @@ def test_standardised_scores_are_those_of_the_sequences_that_have_one(seed: int)
         assert value == pytest.approx(expected, rel=1e-6)
 
 
+def test_what_is_only_logged_does_not_count() -> None:
+    scores = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([math.inf, NAN])}
+    assert mixed_reward(scores, {"a": Source(), "b": Source(weight=0.0)}).tolist() == [1.0, 2.0]
+
+
 def test_equal_scores_are_zero_when_they_are_standardised() -> None:
     assert mixed_reward({"a": torch.full((3,), 0.1)}, {"a": Source(standardise=True)}).tolist() == [0.0] * 3
 

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.config import ExactMatch, MathVerify, OwnRule, Reward
@@ -120,6 +121,35 @@ def test_each_item_has_its_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     pool = make_pool(REAL, tag=tag, math=MathVerify(type="math_verify"), own=own)
     in_pool(pool, steps)
     assert (pool.timeouts, pool.crashes) == (0, 1)
+
+
+def test_what_a_rule_starts_is_ended_with_it_and_reads_no_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked process holds the worker's output open, a started one its input."""
+    (tmp_path / "starts.py").write_text(
+        "import multiprocessing, os, subprocess, sys, time\n"
+        "def rule(response, answer):\n"
+        "    if response == 'fork':\n"
+        "        process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
+        "        process.start()\n"
+        "        open(answer, 'w').write(str(process.pid))\n"
+        "        process.join()\n"
+        "    if response == 'read':\n"
+        "        return len(subprocess.run(['cat'], stdout=subprocess.PIPE).stdout) + len(sys.stdin.read())\n"
+        "    return 1.0\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    note = tmp_path / "pid"
+
+    async def steps(pool: RewardPool) -> None:
+        items = [("own", response, str(note)) for response in ("", "read", "fork", "", "read", "")]
+        assert await pool.score_many(items) == [1, 0, 0, 1, 0, 1]
+
+    pool = make_pool(REAL, timeout_s=3.0, own=OwnRule(type="own", function="starts:rule"))
+    in_pool(pool, steps)
+    assert (pool.timeouts, pool.crashes) == (1, 0)
+    assert not psutil.pid_exists(int(note.read_text()))
 
 
 def test_without_rules_there_are_no_workers() -> None:
