@@ -18,6 +18,7 @@ from megarl.config.algorithm import (
 )
 from megarl.config.checks import check_layout, check_recipe
 from megarl.config.errors import RecipeError
+from megarl.config.fields import FLOAT_MAX
 from megarl.config.functions import load_function
 from megarl.config.load import dump_recipe, load_recipe
 from megarl.config.model import (
@@ -41,7 +42,7 @@ from megarl.config.model import (
     head_config,
     read_model_shape,
 )
-from megarl.config.placement import TrainPlace, engine_leaders, train_place
+from megarl.config.placement import TrainPlace, engine_leaders, scorer_leaders, train_place
 from megarl.config.recipe import (
     AllGroups,
     AnyRecipe,
@@ -72,6 +73,7 @@ from megarl.config.reward import (
 )
 
 __all__ = [
+    "FLOAT_MAX",
     "Activation",
     "AdaptiveKl",
     "Algorithm",
@@ -133,5 +135,6 @@ __all__ = [
     "load_function",
     "load_recipe",
     "read_model_shape",
+    "scorer_leaders",
     "train_place",
 ]

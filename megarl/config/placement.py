@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megarl.config.recipe import Layout
+from megarl.config.reward import RewardEngine
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,9 @@ def train_place(rank: int, world: int, layout: Layout) -> TrainPlace:
 def engine_leaders(world: int, tensor_parallel: int) -> list[int]:
     """The rank that starts and owns each engine: the first of each rollout tensor-parallel group."""
     return list(range(0, world, tensor_parallel))
+
+
+def scorer_leaders(world: int, engines: Mapping[str, RewardEngine]) -> dict[str, int]:
+    """The rank that starts each reward model's engine, by source: from the last ranks on, and again."""
+    leaders = [engine_leaders(world, engine.tensor_parallel) for engine in engines.values()]
+    return {name: ranks[-1 - i % len(ranks)] for i, (name, ranks) in enumerate(zip(engines, leaders, strict=True))}

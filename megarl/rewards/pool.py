@@ -148,7 +148,7 @@ class _Worker:
 
     def send(self, items: Sequence[Item]) -> None:
         """Send all `items`; their scores come in order."""
-        self._write(b"".join(message(pair) for pair in items))
+        self._write(b"".join(message(item) for item in items))
 
     async def receive(self, most: int, limit_s: float) -> tuple[list[float], bool]:
         """At least one and at most `most` scores, or none if the process has ended; and whether it was killed here.

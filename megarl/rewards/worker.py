@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
+from megarl.config import FLOAT_MAX
 from megarl.rewards.rules import build_rule
 
 LENGTH = struct.Struct("<I")
@@ -23,7 +24,6 @@ SCORE = struct.Struct("<d")
 READY = 1.0
 # math-verify with sympy needs a tenth of it; a hostile expression could take the node's
 ADDRESS_SPACE_BYTES = 2 << 30
-FLOAT_MAX = 3e38
 WARM_UP = ("The answer is $1$.", "1")
 
 

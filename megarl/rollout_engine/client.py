@@ -81,8 +81,8 @@ class EngineClient:
         payload = await self._post("/classify", {"input_ids": sequences})
         try:
             return [answer.embedding[0] for answer in _decode_scores(payload)]
-        except msgspec.DecodeError as error:  # a number that is not finite is null in JSON
-            raise EngineError(f"engine at {self.address.url} gave scores that are no numbers: {error}") from error
+        except msgspec.DecodeError as error:
+            raise EngineError(f"engine at {self.address.url} gave no score for each sequence: {error}") from error
 
     async def _post(self, path: str, body: dict[str, Any]) -> bytes:
         try:

@@ -30,6 +30,7 @@ from megarl.config import (
     engine_leaders,
     load_function,
     read_model_shape,
+    scorer_leaders,
     train_place,
 )
 from megarl.data import (
@@ -272,6 +273,8 @@ def describe_ranks(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Itera
     rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave
     layers = shape.layers // parts
     engine_size = recipe.rollout.tensor_parallel if isinstance(recipe, RlRecipe) else None
+    sources = recipe.reward.engines if isinstance(recipe, RlRecipe) else {}
+    scorers = scorer_leaders(world, sources)
     for rank in range(world):
         place = train_place(rank, world, layout)
         firsts = [part * layers for part in range(place.pipeline, parts, layout.pipeline)]
@@ -293,6 +296,8 @@ def describe_ranks(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Itera
             line += f", {_span('vocabulary row', place.tensor * rows, rows)}"
         if engine_size and rank in engine_leaders(world, engine_size):
             line += f"; starts engine {rank // engine_size} on {_span('rank', rank, engine_size)}"
+        for name in (name for name, leader in scorers.items() if leader == rank):
+            line += f"; starts reward engine {name} on {_span('rank', rank, sources[name].tensor_parallel)}"
         yield line + ("; coordinator" if engine_size and rank == 0 else "")
 
 

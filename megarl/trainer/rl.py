@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from megarl.checkpoint_engine import check_agreement, clear_score_bias, publish
-from megarl.config import Critic, Model, RlRecipe, Serving, engine_leaders, read_model_shape
+from megarl.config import Critic, Model, RlRecipe, Serving, engine_leaders, read_model_shape, scorer_leaders
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
 from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
 from megarl.runtime import LOGGER, node_address
@@ -79,7 +79,7 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
 def _start_engines(job: Job, recipe: RlRecipe, key: str) -> tuple[Engine | None, dict[str, Engine]]:
     """Start the engines that this rank leads: one for rollouts, and those of reward models, by source.
 
-    They become healthy while the models are built. Reward models have one engine each, from the last ranks on.
+    They become healthy while the models are built.
     """
 
     def start(name: str, model: Model, serving: Serving, seed: int) -> Engine:
@@ -96,14 +96,12 @@ def _start_engines(job: Job, recipe: RlRecipe, key: str) -> tuple[Engine | None,
             answer_timeout_s=recipe.runtime.deadline_s * ENGINE_SHARE,
         )
 
-    rank, world, engine, scorers = job.info.rank, job.info.world, None, {}
+    rank, world, engine, sources = job.info.rank, job.info.world, None, recipe.reward.engines
     if rank in engine_leaders(world, recipe.rollout.tensor_parallel):
         index = rank // recipe.rollout.tensor_parallel
         engine = start(f"engine {index}", recipe.model, recipe.rollout, recipe.seed + index)
-    for index, (name, source) in enumerate(recipe.reward.engines.items()):
-        leaders = engine_leaders(world, source.tensor_parallel)
-        if rank == leaders[-1 - index % len(leaders)]:
-            scorers[name] = start(f"reward engine {name}", source.model, source, recipe.seed)
+    mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
+    scorers = {name: start(f"reward engine {name}", one.model, one, recipe.seed) for name, one in mine.items()}
     return engine, scorers
 
 
@@ -221,3 +219,9 @@ def _report(metrics: MetricsLog, row: dict[str, Any]) -> None:
     times = "  ".join(f"{name} {seconds:.2f} s" for name, seconds in row["seconds"].items())
     LOGGER.info("step %(step)d  reward %(reward).3f  length %(length).1f  grad norm %(grad_norm).3f", row)
     LOGGER.info("    %s", times)
+    if row["reward_timeouts"] or row["reward_crashes"]:
+        LOGGER.warning(
+            "    %(reward_timeouts)d responses so far took a rule too long and %(reward_crashes)d crashed it: they"
+            " score 0, see logs/coordinator.log",
+            row,
+        )

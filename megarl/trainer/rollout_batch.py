@@ -24,7 +24,7 @@ from megarl.algorithms import (
     value_loss,
     whiten,
 )
-from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RlRecipe, load_function
+from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RecipeError, RlRecipe, load_function
 from megarl.types import Group
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class RolloutBatch:
         outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values, self._greedy_rewards())
         advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
         found = advantage(outcomes, **options)
+        _check_own(self._algorithm.advantage, "advantage", found, 1, int(self._lengths.sum()))
         if models.critic is not None:
             found, returns = found
             self._add_column("return", returns)
@@ -151,7 +152,9 @@ class RolloutBatch:
             old = logprobs.detach() if on_policy else columns["old_logprob"]
             advantages = columns["advantage"]
             tokens = PolicyTokens(logprobs, old, advantages, mask, batch.sequence, batch.sequences, batch.total)
-            losses, clipped = token_losses(tokens, **options)
+            found = token_losses(tokens, **options)
+            _check_own(algorithm.loss, "loss", found, 2, len(mask))
+            losses, clipped = found
             sums = {"tokens": mask.sum(), "entropy": (entropies * mask).sum(), "clipped": (clipped * mask).sum()}
             if isinstance(algorithm.correction, ImportanceCorrection):
                 bounds = algorithm.correction.model_dump(exclude={"type"})
@@ -261,6 +264,19 @@ class RolloutBatch:
         for sequence, part in zip(self.sequences, flat.split(self._lengths.tolist()), strict=True):
             sequence.columns[name] = part
         return flat
+
+
+def _check_own(section: BaseModel, key: str, found: Any, count: int, length: int) -> None:
+    """Raise RecipeError: a function of the user's own gave anything but `count` vectors of `length` numbers."""
+    if not isinstance(section, Own):
+        return
+    parts = found if isinstance(found, tuple) else (found,)
+    shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    if shapes != [[length]] * count:
+        raise RecipeError(
+            f"algorithm.{key}.function: {section.function} gave {shapes}; expected {count} of the shape [{length}], one"
+            " number for each token"
+        )
 
 
 def _chosen(section: BaseModel, known: dict[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:

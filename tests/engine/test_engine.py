@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from megarl.checkpoint_engine import clear_score_bias
-from megarl.config import Model, RewardEngine, Rollout
+from megarl.config import Model, RewardEngine, Rollout, Serving
 from megarl.rollout_engine import EngineClient
 from megarl.rollout_engine import engine as module
 from megarl.runtime import Child, Guard, hold_port
@@ -31,24 +31,28 @@ class _Watch(Guard):
         self.children.append(child)
 
 
+def start(model: Path, serving: Serving, guard: Guard, log: Path) -> module.Engine:
+    return module.Engine(
+        Model(path=model),
+        serving,
+        name="engine",
+        host=LOOPBACK,
+        key="key",
+        device="cpu",
+        seed=0,
+        log=log,
+        guard=guard,
+        answer_timeout_s=60.0,
+    )
+
+
 def test_an_engine_that_cannot_listen_ends(addition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang alone would stay, without a server, until its start times out."""
     with listen(LOOPBACK) as taken, hold_port(LOOPBACK) as free:
         ports = iter([taken, free])
         monkeypatch.setattr(module, "hold_port", lambda _: next(ports))
         watch = _Watch()
-        module.Engine(
-            Model(path=addition / "model"),
-            Rollout(max_new_tokens=8),
-            name="engine 0",
-            host=LOOPBACK,
-            key="key",
-            device="cpu",
-            seed=0,
-            log=tmp_path / "engine.log",
-            guard=watch,
-            answer_timeout_s=10.0,
-        )
+        start(addition / "model", Rollout(max_new_tokens=8), watch, tmp_path / "engine.log")
         (child,) = watch.children
         try:
             assert child.process.wait(START_LIMIT_S) == 1
@@ -66,18 +70,7 @@ def test_an_engine_scores_as_transformers_does(kind: Any, tmp_path: Path) -> Non
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     source = RewardEngine(type="engine", model=Model(path=tmp_path / "model"))
-    engine = module.Engine(
-        source.model,
-        source,
-        name="reward engine",
-        host=LOOPBACK,
-        key="key",
-        device="cpu",
-        seed=0,
-        log=tmp_path / "engine.log",
-        guard=_Watch(),
-        answer_timeout_s=60.0,
-    )
+    engine = start(source.model.path, source, _Watch(), tmp_path / "engine.log")
     sequences = [[5, 6, 7, 8, 9, 2], [11, 12, 13, 2], [*range(3, 160)], [7]]
 
     async def scores() -> list[float]:

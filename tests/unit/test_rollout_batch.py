@@ -1,0 +1,90 @@
+"""One step's groups: which scores make which advantages, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config import RecipeError, RlRecipe, load_recipe
+from megarl.trainer.rollout_batch import Models, RolloutBatch
+from megarl.types import Group, Prompt, Trajectory, VersionSpan
+from tests.small_job import write_small_job
+
+ANSWERS = {"math": [1.0, 0.0, 1.0, 0.0], "chat": [0.0, 0.0, 0.0, 1.0]}
+LENGTHS = [3, 1, 2, 2]
+
+
+class RewardModel:
+    """Scores a sequence by its length, or as it is told."""
+
+    def __init__(self, spoilt: float | None = None) -> None:
+        self.spoilt = spoilt
+
+    def scores(self, sequences: list[Any]) -> torch.Tensor:
+        scores = torch.tensor([float(sequence.response_length) for sequence in sequences])
+        if self.spoilt is not None:
+            scores[-1] = self.spoilt
+        return scores
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_small_job(tmp_path_factory.mktemp("job"))
+
+
+def scored(job: Path, *overrides: str, model: RewardModel | None = None) -> RolloutBatch:
+    recipe = load_recipe(job / "rl.yaml", ["algorithm.advantage.type=dr_grpo", *overrides])
+    assert isinstance(recipe, RlRecipe)
+    groups = [
+        Group(
+            Prompt(i, "", [7, 8], "", dataset),
+            [
+                Trajectory([1] * n, [-1.0] * n, [VersionSpan(0, 0, n)], "stop", "", {"answer": score})
+                for n, score in zip(LENGTHS, ANSWERS[dataset], strict=True)
+            ],
+        )
+        for i, dataset in enumerate(ANSWERS)
+    ]
+    policy: Any = None  # one update a step and no reference: it is not asked
+    rewards: Any = {"taste": model} if model else {}
+    batch = RolloutBatch(groups, recipe, 0.0)
+    batch.score(Models(policy, rewards=rewards))
+    return batch
+
+
+TASTE = "reward.sources.taste={type: model, model: {path: m}, weight: 0.5, datasets: [chat]}"
+
+
+def test_each_group_is_compared_by_the_sources_of_its_dataset(job: Path) -> None:
+    batch = scored(job, TASTE, "reward.sources.answer.weight=2.0", model=RewardModel())
+    rewards = [2.0, 0.0, 2.0, 0.0, *(2 * a + 0.5 * n for a, n in zip(ANSWERS["chat"], LENGTHS, strict=True))]
+    assert batch.rewards.tolist() == rewards
+    for number, sequence in enumerate(batch.sequences):
+        group = rewards[number // 4 * 4 :][:4]
+        expected = [rewards[number] - sum(group) / 4] * LENGTHS[number % 4]
+        assert sequence.columns["advantage"].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("spoilt", [math.nan, math.inf])
+def test_a_score_that_is_not_finite_ends_the_run_with_its_source(job: Path, spoilt: float) -> None:
+    with pytest.raises(FloatingPointError, match=r"reward\.sources\.taste gave a score that is not finite"):
+        scored(job, TASTE, model=RewardModel(spoilt))
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"), [("outcomes.totals", r"\[\[8\]\]"), ("(outcomes.totals, 1)", r"\[\[8\], 'int'\]")]
+)
+def test_an_own_advantage_of_another_shape_is_refused(
+    job: Path, body: str, shapes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong_shape.py").write_text(f"def advantage(outcomes):\n    return {body}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wrong_shape", raising=False)
+    with pytest.raises(RecipeError, match=rf"wrong_shape:advantage gave {shapes}; expected 1 of the shape \[16\]"):
+        scored(job, "algorithm.advantage={type: own, function: 'wrong_shape:advantage'}")
+    sys.modules.pop("wrong_shape", None)
