@@ -4,23 +4,26 @@ Sees both sides through small protocols and imports neither megatron nor sglang.
 """
 
 from megarl.checkpoint_engine.check_plan import check
+from megarl.checkpoint_engine.exchange import ExchangeError
 from megarl.checkpoint_engine.plan import Plan, Transfer, make_plan
-from megarl.checkpoint_engine.publish import PublishError, check_agreement, clear_score_bias, publish
+from megarl.checkpoint_engine.publish import Published, Publisher, serialised
+from megarl.checkpoint_engine.score_bias import clear_score_bias
 from megarl.checkpoint_engine.sides import Engines, PlanError, Training
 from megarl.checkpoint_engine.traffic import Traffic, traffic
 
 __all__ = [
     "Engines",
+    "ExchangeError",
     "Plan",
     "PlanError",
-    "PublishError",
+    "Published",
+    "Publisher",
     "Traffic",
     "Training",
     "Transfer",
     "check",
-    "check_agreement",
     "clear_score_bias",
     "make_plan",
-    "publish",
+    "serialised",
     "traffic",
 ]

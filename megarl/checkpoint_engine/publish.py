@@ -1,138 +1,244 @@
-"""Publishing: new weights from the trainer's shards into every engine, as whole Hugging Face tensors in buckets.
+"""Publishing a version of the weights: from the trainer's shards into every engine, checked, all or nothing.
 
-Every rank takes part in gathering a bucket; a rank that owns an engine sends it on. After the last bucket the engine's
-checksums must be those of what was sent, and then the version counts as published. (An engine on a GPU hashes by a
-kernel of its own, and some models' parameters have no known place in the engine; there the engines are only compared
-with one another.) Any failure raises, which ends the job: no engine goes on with a mixture.
+An engine pauses; weights come in buckets, the next one travelling while the engine takes the last; the engine compares
+the fingerprints of all that it holds with those that the trainer's ranks took of their own shards; then its version
+changes and it goes on. One that fails on the way stays paused and is named in the result: it must not serve again.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from operator import methodcaller
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megarl.checkpoint_engine.check_plan import check
+from megarl.checkpoint_engine.exchange import Amount, Delivery, Exchange, ShardSource
+from megarl.checkpoint_engine.plan import make_plan
+from megarl.checkpoint_engine.sides import Engines, Training
+from megarl.checkpoint_engine.slot import Handle, Head, Slot
+from megarl.config import DirectPublish, DiskPublish, FullPublish, ModelShape, Publish
+from megarl.rollout_engine import EngineError
+from megarl.runtime import ControlPlane
 from megarl.types import WeightVersion
 
-# Sent within one JSON body, so a bucket takes a few times this much memory for a moment.
-BUCKET_BYTES = 256 << 20
-_SCORE_BIAS = "score.bias"
+_SLOTS = 2
+_MIB = 1 << 20
 
 
-class WeightSource(Protocol):
-    """The trainer's side: parameters of the weight table with their whole Hugging Face tensors."""
+class WeightSource(ShardSource, Protocol):
+    """The trainer's side."""
 
-    def hf_buckets(self, limit_bytes: int) -> Iterator[list[tuple[Any, list[Tensor]]]]: ...
+    def hf_buckets(self, limit_bytes: int) -> Iterator[list[tuple[Any, list[Tensor]]]]:
+        """Each parameter with its whole Hugging Face tensors; a collective of all ranks."""
 
 
 class EngineTarget(Protocol):
-    """The engine's side, on the rank that owns it."""
+    """An engine, on the rank that leads it; every call may raise EngineError."""
 
     def begin_update(self) -> None: ...
-    def load_bucket(self, payloads: list[bytes], version: int) -> None: ...
-    def end_update(self) -> None: ...
-    def checksums(self) -> list[dict[str, str]]: ...
+    def load_slots(self, handles: list[bytes], *, last: bool) -> None: ...
+    def load_tensors(self, payload: bytes) -> None: ...
+    def load_directory(self, path: Path) -> None: ...
+    def end_update(self, version: WeightVersion) -> None: ...
 
 
-class PublishError(RuntimeError):
-    """An engine holds other weights than those that were sent."""
+@dataclass(frozen=True)
+class Published:
+    """The outcome, the same on every rank: what is wrong with engines, by number, and the bytes that came for all."""
+
+    failed: dict[int, str]
+    nbytes: int
 
 
-def publish(
-    source: WeightSource, engine: EngineTarget | None, *, version: WeightVersion, engine_ranks: int, device: str
-) -> str:
-    """Give this rank's engine, if it owns one, the weights of `version`; a collective of all ranks.
+class Publisher:
+    """Made alike on every rank. Engine `number` is on the GPUs of ranks `engines.ranks[number]`; the first leads it."""
 
-    Returns a digest of the engine's checksums, empty without an engine: `check_agreement` wants those of all ranks.
-    Raises PublishError: a checksum differs from what was sent.
-    """
-    expected: list[dict[str, str]] = [{} for _ in range(engine_ranks)]
-    all_known = True
-    if engine is not None:
-        engine.begin_update()
-    for bucket in source.hf_buckets(BUCKET_BYTES):
+    def __init__(
+        self,
+        method: Publish,
+        shape: ModelShape,
+        training: Training,
+        engines: Engines,
+        control: ControlPlane,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks_per_node: int,
+        timeout_s: float,
+    ) -> None:
+        """`dtype` is that of the engines' parameters; `timeout_s` how long a rank waits for another.
+
+        Raises PlanError: it is not known where an engine keeps a parameter, or sizes do not divide.
+        """
+        self._method, self._engines, self._control, self._device = method, engines, control, device
+        bucket = (method.bucket_mib if isinstance(method, DirectPublish) else 1) * _MIB
+
+        def exchange(numbers: tuple[int, ...]) -> Exchange:
+            some = Engines(tuple(engines.ranks[number] for number in numbers), engines.expert)
+            # a rank has two slots of a bucket, and packs as much for others
+            sizes = {"bucket_bytes": bucket * 2 // 3, "item_bytes": dtype.itemsize}
+            plan = make_plan(shape, training, some, ranks_per_node=ranks_per_node, **sizes)
+            check(plan)
+            return Exchange(plan, control.rank, dtype=dtype, device=device, timeout_s=timeout_s)
+
+        self._make_exchange = exchange
+        self._everyone = tuple(range(len(engines.ranks)))
+        self._exchange = exchange(self._everyone)
+        self._all_hold_the_last = False
+
+    def publish(
+        self,
+        version: WeightVersion,
+        source: WeightSource,
+        engine: EngineTarget | None,
+        *,
+        directory: Path | None = None,
+        only: Sequence[int] | None = None,
+    ) -> Published:
+        """Give `version` to all engines, or to `only` some; a collective of all ranks.
+
+        `engine` is the one that this rank leads. `directory` has the version as a Hugging Face model, for engines that
+        read it. Raises what ends the job: a rank that was waited for in vain.
+        """
+        numbers = self._everyone if only is None else tuple(sorted(only))
+        exchange = self._exchange if numbers == self._everyone else self._make_exchange(numbers)
+        update = _Update(self, exchange, numbers, engine, version)
+        try:
+            match self._method:
+                case DirectPublish(changed_only=changed_only):
+                    changed = changed_only and self._all_hold_the_last and numbers == self._everyone
+                    update.direct(source, "changed" if changed else "all")
+                case FullPublish(bucket_mib=bucket_mib):
+                    update.full(source, bucket_mib * _MIB)
+                case DiskPublish():
+                    assert directory is not None, "what engines read must have been written"
+                    update.disk(source, directory)
+            outcome = update.finish()
+        finally:
+            update.close()
+        self._all_hold_the_last = not outcome.failed
+        return outcome
+
+
+class _Update:
+    """One publication as a rank takes part in it. The rank that leads an engine talks to it in a thread."""
+
+    def __init__(
+        self,
+        publisher: Publisher,
+        exchange: Exchange,
+        numbers: Sequence[int],
+        engine: EngineTarget | None,
+        version: WeightVersion,
+    ) -> None:
+        self._control, self._exchange, self._version = publisher._control, exchange, version
+        rank, self._groups = self._control.rank, publisher._engines.ranks
+        self._number = next((number for number in numbers if rank in self._groups[number]), None)
+        team = () if self._number is None else self._groups[self._number]
+        self._engine = engine if team[:1] == (rank,) else None
+        self._delivery, self._failed = Delivery(), dict[int, str]()
+        self._thread, self._loading = ThreadPoolExecutor(1), Future[str]()
+        self._loading.set_result("")
+        direct = isinstance(publisher._method, DirectPublish)
+        nbytes = exchange.slot_bytes if direct and team else 0
+        self._slots = [Slot(nbytes, publisher._device) for _ in range(_SLOTS)]
+        handles = self._control.allgather([s.handle for s in self._slots], list[Handle], what=self._what("memory"))
+        self._handles = [[handles[one][i] for one in team] for i in range(_SLOTS)]
+        self._ask(lambda engine: engine.begin_update())
+        self._meet("pause")
+
+    def direct(self, source: ShardSource, amount: Amount) -> None:
+        """A bucket goes to ranks while engines take the one before."""
+        for number in range(self._exchange.buckets):
+            slot = self._slots[number % _SLOTS]
+            self._exchange.bucket(number, source, slot.payload, self._delivery, amount)
+            slot.write(Head(pieces=self._delivery.pieces))
+            self._meet(f"bucket {number}")
+            self._load(number % _SLOTS, last=False)
+        self._meet("last bucket")
+
+    def full(self, source: WeightSource, bucket_bytes: int) -> None:
+        """A rank that leads an engine sends it everything."""
+        for bucket in source.hf_buckets(bucket_bytes):
+            if self._engine is not None:
+                named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
+                self._delivery.nbytes += sum(tensor.nbytes for _, tensor in named)
+                self._ask(methodcaller("load_tensors", serialised(named)))
+                self._loading.result()
+        self._take_sums(source)
+
+    def disk(self, source: ShardSource, directory: Path) -> None:
+        """Engines read while ranks exchange fingerprints."""
+        self._ask(lambda engine: engine.load_directory(directory))
+        self._take_sums(source)
+
+    def finish(self) -> Published:
+        """Engines compare; those that hold the version go on."""
+        self._meet("weights")
+        self._slots[0].write(Head(sums=self._delivery.sums))
+        self._meet("fingerprints")
+        self._load(0, last=True)
+        self._ask(lambda engine: engine.end_update(self._version))
+        self._meet("end")
+        nbytes = self._control.allgather(self._delivery.nbytes, int, what=self._what("bytes"))
+        return Published(self._failed, sum(nbytes))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        for slot in self._slots:
+            slot.close()
+
+    def _take_sums(self, source: ShardSource) -> None:
+        for number in range(self._exchange.buckets):
+            self._exchange.bucket(number, source, self._slots[0].payload, self._delivery, "nothing")
+
+    def _load(self, slot: int, *, last: bool) -> None:
+        """The engine's processes look at their slots of that number, and answer."""
+
+        def load(engine: EngineTarget) -> None:
+            handles = self._handles[slot]
+            engine.load_slots([handle.pickled for handle in handles], last=last)
+            for rank, handle in enumerate(handles):
+                if error := handle.answer():
+                    raise EngineError(f"rank {rank} of the engine: {error}")
+
+        self._ask(load)
+
+    def _ask(self, action: Callable[[EngineTarget], None]) -> None:
+        """Of the engine that this rank leads, after what it is at, unless it has failed."""
+        engine, before = self._engine, self._loading
         if engine is None:
-            continue
-        named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
-        engine.load_bucket([_serialise(named)] * engine_ranks, version)
-        for parameter, parts in bucket if device == "cpu" else []:
-            if parameter.engine is None:
-                all_known = False
-                continue
-            for rank, sums in enumerate(expected):
-                sums[parameter.engine] = checksum(parameter.layout.engine_shard(parts, rank, engine_ranks))
-    if engine is None:
-        return ""
-    engine.end_update()
-    found = engine.checksums()
-    if device == "cpu":
-        _compare(expected, found, version, all_known)
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+            return
+
+        def run() -> str:
+            if error := before.result():
+                return error
+            try:
+                action(engine)
+            except EngineError as error:
+                return str(error)
+            return ""
+
+        self._loading = self._thread.submit(run)
+
+    def _meet(self, what: str) -> None:
+        """Wait for this rank's engine, then for all ranks, and learn whose engine has failed."""
+        errors = self._control.allgather(self._loading.result(), str, what=self._what(what))
+        leaders = {ranks[0]: number for number, ranks in enumerate(self._groups)}
+        self._failed.update({leaders[rank]: error for rank, error in enumerate(errors) if error})
+
+    def _what(self, what: str) -> str:
+        return f"publication of version {self._version}: {what}"
 
 
-def check_agreement(digests: Sequence[str], version: WeightVersion) -> None:
-    """Raise PublishError unless all engines (the ranks whose digest is not empty) hold the same weights."""
-    if len({digest for digest in digests if digest}) > 1:
-        raise PublishError(f"version {version}: the engines of ranks {_by_digest(digests)} hold different weights")
-
-
-def clear_score_bias(engine: EngineTarget, dtype: torch.dtype, device: str) -> None:
-    """Of a reward model, set the bias of the score to 0.
-
-    SGLang 0.5.23 gives the models of some families one (Qwen2, Qwen3), which transformers' models and so checkpoints
-    do not have, and leaves it at random numbers.
-
-    Raises PublishError: it is not 0 afterwards.
-    """
-    ranks = engine.checksums()
-    if not all(_SCORE_BIAS in sums for sums in ranks):
-        return
-    zero = torch.zeros(1, dtype=dtype)
-    engine.begin_update()
-    engine.load_bucket([_serialise([(_SCORE_BIAS, zero)])] * len(ranks), 0)
-    engine.end_update()
-    if device == "cpu" and any(sums[_SCORE_BIAS] != checksum(zero) for sums in engine.checksums()):
-        raise PublishError("the bias of a reward model's score is not 0 in its engine, as was sent")
-
-
-def _by_digest(digests: Sequence[str]) -> str:
-    groups: dict[str, list[int]] = {}
-    for rank, digest in enumerate(digests):
-        if digest:
-            groups.setdefault(digest, []).append(rank)
-    return " and ".join(map(str, groups.values()))
-
-
-def checksum(tensor: Tensor) -> str:
-    """SGLang's hash of a CPU tensor: the first 8 bytes of SHA-256 over its bytes, in hexadecimal."""
-    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return hashlib.sha256(raw.data).digest()[:8].hex()
-
-
-def _serialise(named: Sequence[tuple[str, Tensor]]) -> bytes:
-    """SGLang unpickles (name, tensor) pairs; a clone, because a view would carry its whole storage along."""
+def serialised(named: Sequence[tuple[str, Tensor]]) -> bytes:
+    """What SGLang unpickles; clones, because a view would carry its whole storage along."""
     pairs = [(name, tensor.detach().cpu().clone()) for name, tensor in named]
     return pickle.dumps(pairs, protocol=pickle.HIGHEST_PROTOCOL)
-
-
-def _compare(
-    expected: list[dict[str, str]], found: list[dict[str, str]], version: WeightVersion, all_known: bool
-) -> None:
-    """`all_known`: the weight table knows every parameter of the engine, so that there must be no others."""
-    if len(found) != len(expected):
-        raise PublishError(f"version {version}: the engine has {len(found)} ranks, expected {len(expected)}")
-    for rank, (want, have) in enumerate(zip(expected, found, strict=True)):
-        wrong = sorted(name for name in want if have.get(name) != want[name])
-        if wrong:
-            raise PublishError(
-                f"version {version}: rank {rank} of the engine holds other weights than were sent in"
-                f" {len(wrong)} of {len(want)} parameters, first {wrong[0]}"
-            )
-        unknown = sorted(have.keys() - want.keys())
-        if unknown and all_known:
-            raise PublishError(f"version {version}: rank {rank} of the engine has parameters never sent: {unknown[:3]}")

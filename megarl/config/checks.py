@@ -198,7 +198,19 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
     return problems
 
 
-_OWNED = ("api_key", "dtype", "host", "model_path", "nccl_port", "port", "random_seed", "tp_size", "weight_version")
+_OWNED = (
+    "api_key",
+    "custom_weight_loader",
+    "dtype",
+    "ep_size",
+    "host",
+    "model_path",
+    "nccl_port",
+    "port",
+    "random_seed",
+    "tp_size",
+    "weight_version",
+)
 
 
 def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:

@@ -174,10 +174,40 @@ class RlBatch(Section):
 class Rollout(Serving):
     tensor_parallel: PositiveInt = 1
     """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
+    expert_parallel: PositiveInt = 1
+    """Groups of an engine's ranks among which each layer's experts are divided."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature of training rollouts, at least 0.01; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
     """Longest response, in tokens."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """The engines' type of numbers; none: model.dtype. Weights are cast on their way."""
+    restarts: NonNegativeInt = 2
+    """How often in a row an engine that fails to take new weights is started anew before the job is ended."""
+
+
+class DirectPublish(Section):
+    type: Literal["direct"] = "direct"
+    """Each rank of an engine is sent its own part, from the ranks that hold it, through memory shared on a node."""
+    bucket_mib: PositiveInt = 256
+    """Weights travel in parts; two of this size (MiB) are the most extra memory a rank takes for a moment."""
+    changed_only: bool = False
+    """Blocks that have not changed since the last version are not sent; for models of which much is frozen."""
+
+
+class FullPublish(Section):
+    type: Literal["full"]
+    """Each rank gathers whole tensors and sends them to its engine, which cuts them itself."""
+    bucket_mib: PositiveInt = 256
+    """Size (MiB) of the parts in which weights are gathered."""
+
+
+class DiskPublish(Section):
+    type: Literal["disk"]
+    """The model is written to the run directory, which all nodes must see, and each engine reads it."""
+
+
+Publish = DirectPublish | FullPublish | DiskPublish
 
 
 class Evaluation(Section):
@@ -273,6 +303,8 @@ class RlRecipe(Stage):
     """How many samples a step takes."""
     rollout: Rollout
     """The engines and how they sample."""
+    publish: Publish = Field(default=DirectPublish(), discriminator="type")
+    """How new weights reach the engines."""
     reward: Reward
     """How responses are scored."""
     critic: NoCritic | Critic = Field(default=NoCritic(), discriminator="type")

@@ -77,15 +77,21 @@ class ModelWeights:
             some = ", ".join(unused[:5]) + (" ..." if len(unused) > 5 else "")
             LOGGER.warning("%s: config.json's model has no place for %d tensors: %s", directory, len(unused), some)
 
+    def shard(self, parameter: Parameter) -> Tensor:
+        """This rank's part of a parameter that it holds; not to be kept, since it moves when the model is offloaded."""
+        held = self._local.get(parameter.megatron)
+        if held is None:  # the last stage's copy of a tied embedding
+            held = self._local["output_layer.weight"]
+        self._check_here([held])
+        return held.data
+
     @torch.no_grad()
     def hf_buckets(self, limit_bytes: int) -> Iterator[Bucket]:
         """Each parameter with its whole Hugging Face tensors, about `limit_bytes` at a time, on every rank.
 
         A collective of all ranks. A parameter larger than the limit makes a bucket of its own.
         """
-        if not all(held.tensor.untyped_storage().nbytes() for held in self._local.values()):
-            # whoever has kept these weights, and does not ask the engine for them, would read from nowhere
-            raise PartAwayError('hf_buckets needs what has been offloaded: call onload("parameters") first')
+        self._check_here(self._local.values())
         bucket: list[Parameter] = []
         size, home = 0, self._home(self.parameters[0])
         for parameter in self.parameters:
@@ -96,6 +102,12 @@ class ModelWeights:
             bucket.append(parameter)
             size, home = size + nbytes, its_home
         yield self._gather(bucket, home)
+
+    @staticmethod
+    def _check_here(some: Iterable[_Held]) -> None:
+        if not all(held.tensor.untyped_storage().nbytes() for held in some):
+            # whoever has kept these weights, and does not ask the engine for them, would read from nowhere
+            raise PartAwayError('weights are needed that have been offloaded: call onload("parameters") first')
 
     def _gather(self, bucket: list[Parameter], home: _Home) -> Bucket:
         """An all-gather over the tensor-parallel ranks that hold the bucket, then broadcasts to those that do not."""

@@ -6,13 +6,20 @@ import struct
 
 import msgspec
 
+from megarl.rollout_engine.engine import EngineAddress
 from megarl.types import Group, WeightVersion
 
 HEADER = struct.Struct("!Q")
 
 
+class Serve(msgspec.Struct, tag=True):
+    """Ask these engines from now on; all hold the same version of the weights. No reply."""
+
+    engines: list[EngineAddress]
+
+
 class Generate(msgspec.Struct, tag=True):
-    """The engines hold `version` now: generate what it should train on. No reply."""
+    """The engines hold `version`: generate what it should train on. No reply."""
 
     version: WeightVersion
 
@@ -61,7 +68,7 @@ class Failed(msgspec.Struct, tag=True):
     cause: str
 
 
-Request = Generate | Take | Evaluate
+Request = Serve | Generate | Take | Evaluate
 Reply = Taken | Evaluation | Failed
 
 encode = msgspec.msgpack.encode

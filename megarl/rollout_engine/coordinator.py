@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -18,6 +19,7 @@ from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.client import EngineClient
+from megarl.rollout_engine.engine import EngineAddress
 from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
 
 _SAMPLES_SHOWN = 16
@@ -36,21 +38,26 @@ class Coordinator:
     def __init__(
         self,
         recipe: RlRecipe,
-        engines: list[EngineClient],
+        connect: Callable[[EngineAddress], Awaitable[EngineClient]],
         rewards: RewardPool,
         scorers: dict[str, EngineClient],
         queue: Queue,
         *,
         max_positions: int,
     ) -> None:
-        """`scorers` are the engines of reward models, by reward source."""
+        """`connect` gives the client of an engine; `scorers` are those of reward models' engines, by reward source."""
         self._recipe, self._rewards, self._scorers, self._queue = recipe, rewards, scorers, queue
         self._tokenizer = load_tokenizer(recipe.model.path)
         room = {"max_positions": max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
         self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
         self._test = PromptSet(recipe.data.test, self._tokenizer, count=recipe.evaluation.problems, **room)
-        self._next_engine = itertools.cycle(engines).__next__
+        self._connect = connect
+        self.use([])
         self._generation: asyncio.Task[tuple[float, int]] | None = None
+
+    def use(self, engines: list[EngineClient]) -> None:
+        """Ask these from now on, in turn."""
+        self._next_engine = itertools.cycle(engines).__next__
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer rank 0's requests, one after the other, until it hangs up."""
@@ -61,6 +68,8 @@ class Coordinator:
                 return
             request = channel.decode_request(await reader.readexactly(channel.HEADER.unpack(header)[0]))
             match request:
+                case channel.Serve(engines=engines):
+                    self.use([await self._connect(address) for address in engines])
                 case channel.Generate(version=version):
                     self._generation = asyncio.create_task(self._generate(version))
                 case channel.Take(step=step):

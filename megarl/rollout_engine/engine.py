@@ -11,8 +11,11 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from megarl.config import Model, RewardEngine, Serving
+from megarl.config import Model, RewardEngine, Rollout, Serving
 from megarl.runtime import Child, Guard, hold_port, start_child
+
+LOADER = "megarl.checkpoint_engine.receive.receive"
+"""What SGLang's processes call when they are to look at a slot."""
 
 _POLL_S = 0.2
 _HEALTH_TIMEOUT_S = 30.0  # the server itself gives up after 20 s, and a new question costs it a new request
@@ -54,6 +57,7 @@ class Engine:
         # the server binds them many seconds from now
         self._ports = server, distributed = hold_port(host), hold_port(host)
         self.address = EngineAddress(host, server.getsockname()[1])
+        self._ranks = serving.tensor_parallel
         self._key, self._timeout_s, self._answer_timeout_s = key, serving.start_timeout_s, answer_timeout_s
         self._started = time.monotonic()
         arguments = {
@@ -71,6 +75,8 @@ class Engine:
             "log_level": "warning",
             # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
             "sleep_on_idle": serving.tensor_parallel == 1,
+            "custom_weight_loader": [LOADER],
+            **({"ep_size": serving.expert_parallel} if isinstance(serving, Rollout) else {}),
             **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),
             **(_CPU_ARGUMENTS if device == "cpu" else {}),
             **serving.server_args,
@@ -96,25 +102,38 @@ class Engine:
             time.sleep(_POLL_S)
 
     def begin_update(self) -> None:
-        """Before the first bucket of new weights; no request may be running."""
+        """Before the first of new weights: from now on requests wait, and those that ran are computed anew."""
+        self._post("/pause_generation", {"mode": "retract"})
         self._post("/begin_weight_update", {})
 
-    def load_bucket(self, payloads: list[bytes], version: int) -> None:
-        """Load one bucket: for each of the engine's ranks a pickled list of (name, tensor).
+    def load_slots(self, handles: list[bytes], *, last: bool) -> None:
+        """Each of the engine's ranks looks at the slot whose handle it gets.
 
-        The cached keys and values of the old weights are dropped.
+        After the `last` the cached keys and values of the old weights are dropped.
         """
-        body = {"serialized_named_tensors": payloads, "weight_version": str(version), "flush_cache": True}
-        self._post("/update_weights_from_tensor", body)
+        self._load(handles, load_format=LOADER, flush_cache=last)
 
-    def end_update(self) -> None:
-        """After the last bucket."""
+    def load_tensors(self, payload: bytes) -> None:
+        """Load whole tensors by their names in a checkpoint: a pickled list of (name, tensor)."""
+        self._load([payload] * self._ranks, flush_cache=True)
+
+    def load_directory(self, path: Path) -> None:
+        """Load a Hugging Face directory."""
+        self._post("/update_weights_from_disk", {"model_path": str(path), "flush_cache": True})
+
+    def end_update(self, version: int) -> None:
+        """After the last: requests go on, with weights that are called `version`."""
         self._post("/end_weight_update", {})
+        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self._post("/continue_generation", {})
 
     def checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: parameter name to the hash of the rank's shard."""
         ranks = self._post("/weights_checker", {"action": "checksum"})["ranks"]
         return [entry["checksums"] for entry in sorted(ranks, key=lambda r: r["parallelism_info"][0]["tp_rank"])]
+
+    def _load(self, payloads: list[bytes], **options: Any) -> None:
+        self._post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **options})
 
     def _healthy(self) -> bool:
         try:

@@ -32,7 +32,6 @@ class CoordinatorHandle:
         self,
         target: str,
         recipe: RlRecipe,
-        engines: list[EngineAddress],
         scorers: dict[str, EngineAddress],
         key: str,
         *,
@@ -45,7 +44,6 @@ class CoordinatorHandle:
         self._socket, theirs = socket.socketpair()
         config = {
             "recipe": recipe.model_dump(mode="json"),
-            "engines": msgspec.to_builtins(engines),
             "scorers": msgspec.to_builtins(scorers),
             "key": key,
             "max_positions": max_positions,
@@ -60,6 +58,10 @@ class CoordinatorHandle:
                 pass_fds=[theirs.fileno()],
             )
         guard.watch(self.child)
+
+    def serve(self, engines: list[EngineAddress]) -> None:
+        """Requests go to these engines from now on."""
+        self._send(channel.Serve(engines))
 
     def generate(self, version: int) -> None:
         """The engines hold `version`: its rollouts may start."""

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +35,7 @@ class Guard:
         self._rank = rank
         self._run_dir: Path | None = None
         self._children: dict[int, Child] = {}
+        self._tolerated: str | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_in, wake_out = socket.socketpair()
@@ -57,14 +59,38 @@ class Guard:
             self._selector.register(fd, selectors.EVENT_READ)
         self._wake_out.send(b"\0")
 
+    @contextlib.contextmanager
+    def tolerating(self, name: str) -> Iterator[None]:
+        """A child of that name may end inside; whoever has not been stopped by the end of the block is missed then."""
+        self._tolerated = name
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._tolerated = None
+                for fd in self._children.keys() - self._selector.get_map().keys():
+                    self._selector.register(fd, selectors.EVENT_READ)
+            self._wake_out.send(b"\0")
+
+    def stop(self, child: Child) -> None:
+        """End one child, as expected."""
+        with self._lock:
+            for fd in [fd for fd, one in self._children.items() if one is child]:
+                self._forget(fd)
+        child.kill()
+
+    def _forget(self, fd: int) -> None:
+        del self._children[fd]
+        with contextlib.suppress(KeyError):  # it has ended, and was tolerated
+            self._selector.unregister(fd)
+        os.close(fd)
+
     def stop_children(self) -> None:
         """End all children, as expected at the end of a job."""
         with self._lock:
-            for fd, child in self._children.items():
-                self._selector.unregister(fd)
-                os.close(fd)
+            for fd, child in list(self._children.items()):
+                self._forget(fd)
                 child.kill()
-            self._children.clear()
 
     def die(self, cause: str, code: int = 1) -> NoReturn:
         """Say why, end the children and this process. Callable from any thread; never returns."""
@@ -97,6 +123,9 @@ class Guard:
             return
         with self._lock:
             child = self._children.get(fd)
+            if child is not None and child.name == self._tolerated:
+                self._selector.unregister(fd)
+                return
         if child is not None:  # else it was stopped on purpose just now
             child.process.wait()
             self.die(child.describe_end())

@@ -47,15 +47,17 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     async with AsyncExitStack() as stack:
+        clients: dict[EngineAddress, EngineClient] = {}
 
-        async def client(address: dict[str, Any]) -> EngineClient:
-            engine = EngineClient(EngineAddress(**address), config["key"], timeout_s=timeout_s)
-            return await stack.enter_async_context(engine)
+        async def connect(address: EngineAddress) -> EngineClient:
+            if address not in clients:
+                engine = EngineClient(address, config["key"], timeout_s=timeout_s)
+                clients[address] = await stack.enter_async_context(engine)
+            return clients[address]
 
-        engines = [await client(address) for address in config["engines"]]
-        scorers = {name: await client(address) for name, address in config["scorers"].items()}
+        scorers = {name: await connect(EngineAddress(**address)) for name, address in config["scorers"].items()}
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
         queue = TransferQueue(groups_per_step=recipe.batch.prompts)
-        coordinator = Coordinator(recipe, engines, rewards, scorers, queue, max_positions=config["max_positions"])
+        coordinator = Coordinator(recipe, connect, rewards, scorers, queue, max_positions=config["max_positions"])
         await coordinator.serve(reader, writer)

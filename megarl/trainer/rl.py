@@ -10,14 +10,13 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 
-from megarl.checkpoint_engine import check_agreement, clear_score_bias, publish
-from megarl.config import Critic, Model, RlRecipe, Serving, engine_leaders, read_model_shape, scorer_leaders
+from megarl.config import Critic, RlRecipe, read_model_shape
 from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
-from megarl.rollout_engine import ENGINE_SHARE, CoordinatorHandle, Engine, EngineAddress
-from megarl.runtime import LOGGER, node_address
+from megarl.rollout_engine import CoordinatorHandle
+from megarl.runtime import LOGGER
 from megarl.trainer.coordinator import TARGET as COORDINATOR
+from megarl.trainer.fleet import Fleet
 from megarl.trainer.job import (
     Exports,
     Job,
@@ -38,14 +37,14 @@ if TYPE_CHECKING:
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
-    engine, scorers = _start_engines(job, recipe, key)
-    coordinator, models = _start_the_rest(job, recipe, engine, scorers, key)
+    fleet = Fleet(job, recipe, key)
+    coordinator, models = _start_the_rest(job, recipe, fleet, key)
     model, critic = models.policy, models.critic
     start, kl_coefficient = resume_step(job, model, critic)
-    _wait_healthy(job, recipe, engine, scorers)
+    fleet.wait_healthy()
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
     metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
-    _publish(job, recipe, model, engine, version=start)
+    _publish(fleet, coordinator, model, version=start)
     if start == 0:
         _evaluate(job, recipe, coordinator, step=0)
 
@@ -60,9 +59,9 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
             learned = _update(job, recipe, models, batch, step)
             kl_coefficient = batch.next_kl_coefficient(learned)
         with phases("publish"):
-            _publish(job, recipe, model, engine, version=step + 1)
+            moved = _publish(fleet, coordinator, model, version=step + 1)
         if metrics is not None:
-            _report(metrics, {"step": step + 1, **learned, **counts, "seconds": phases.seconds})
+            _report(metrics, {"step": step + 1, **learned, **counts, **moved, "seconds": phases.seconds})
         done, stop = step + 1, should_stop(job)
         exports.after(done)
         if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
@@ -76,50 +75,15 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     exports.finish()
 
 
-def _start_engines(job: Job, recipe: RlRecipe, key: str) -> tuple[Engine | None, dict[str, Engine]]:
-    """Start the engines that this rank leads: one for rollouts, and those of reward models, by source.
-
-    They become healthy while the models are built.
-    """
-
-    def start(name: str, model: Model, serving: Serving, seed: int) -> Engine:
-        return Engine(
-            model,
-            serving,
-            name=name,
-            host=node_address(job.hosts),
-            key=key,
-            device=job.device.type,
-            seed=seed,
-            log=job.run.logs / f"{name.replace(' ', '_')}.log",
-            guard=job.guard,
-            answer_timeout_s=recipe.runtime.deadline_s * ENGINE_SHARE,
-        )
-
-    rank, world, engine, sources = job.info.rank, job.info.world, None, recipe.reward.engines
-    if rank in engine_leaders(world, recipe.rollout.tensor_parallel):
-        index = rank // recipe.rollout.tensor_parallel
-        engine = start(f"engine {index}", recipe.model, recipe.rollout, recipe.seed + index)
-    mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
-    scorers = {name: start(f"reward engine {name}", one.model, one, recipe.seed) for name, one in mine.items()}
-    return engine, scorers
-
-
-def _start_the_rest(
-    job: Job, recipe: RlRecipe, engine: Engine | None, scorers: dict[str, Engine], key: str
-) -> tuple[CoordinatorHandle | None, Models]:
+def _start_the_rest(job: Job, recipe: RlRecipe, fleet: Fleet, key: str) -> tuple[CoordinatorHandle | None, Models]:
     """Coordinator (on rank 0), and the models that the recipe has."""
-    mine = [engine.address] if engine else []
-    addresses = job.control.allgather(mine, list[EngineAddress], what="engine addresses")
-    scoring = {name: scorer.address for name, scorer in scorers.items()}
-    scoring_addresses = job.control.allgather(scoring, dict[str, EngineAddress], what="addresses of reward engines")
+    scorers = fleet.scorer_addresses()
     coordinator = None
     if job.control.rank == 0:
         coordinator = CoordinatorHandle(
             COORDINATOR,
             recipe,
-            [address for part in addresses for address in part],
-            {name: address for part in scoring_addresses for name, address in part.items()},
+            scorers,
             key,
             max_positions=job.shape.max_positions,
             guard=job.guard,
@@ -139,14 +103,6 @@ def _start_the_rest(
         shape = read_model_shape(source.model.path, "reward")
         models.rewards[name] = build_engine(job, recipe, source.model, shape)
     return coordinator, models
-
-
-def _wait_healthy(job: Job, recipe: RlRecipe, engine: Engine | None, scorers: dict[str, Engine]) -> None:
-    waited = [one.wait_healthy() for one in ([engine] if engine else []) + list(scorers.values())]
-    for name, scorer in scorers.items():
-        clear_score_bias(scorer, getattr(torch, recipe.reward.engines[name].model.dtype), job.device.type)
-    started = [s for part in job.control.allgather(waited, list[float], what="start of the engines") for s in part]
-    LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
 
 
 def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[list[Group], dict[str, Any]]:
@@ -193,10 +149,15 @@ def _merged(job: Job, mine: list[Metrics], step: int) -> Metrics:
     return Metrics.merge(job.control.allgather(Metrics.merge(mine), Metrics, what=f"metrics of step {step + 1}"))
 
 
-def _publish(job: Job, recipe: RlRecipe, model: ModelEngine, engine: Engine | None, *, version: int) -> None:
-    ranks = recipe.rollout.tensor_parallel
-    digest = publish(model.weights, engine, version=version, engine_ranks=ranks, device=job.device.type)
-    check_agreement(job.control.allgather(digest, str, what=f"publication of version {version}"), version)
+def _publish(
+    fleet: Fleet, coordinator: CoordinatorHandle | None, model: ModelEngine, *, version: int
+) -> dict[str, Any]:
+    """Engines get new weights, then requests; returns what is logged."""
+    moved = fleet.publish(model, version)
+    addresses = fleet.addresses()
+    if coordinator is not None:
+        coordinator.serve(addresses)
+    return moved
 
 
 def _evaluate(job: Job, recipe: RlRecipe, coordinator: CoordinatorHandle | None, *, step: int) -> None:

@@ -4,6 +4,7 @@ from megarl.weights.boxes import Box, matrix
 from megarl.weights.compare import compare
 from megarl.weights.convert import Progress, convert
 from megarl.weights.describe import describe
+from megarl.weights.fingerprint import combined, fingerprint
 from megarl.weights.hf import HfReader, split_index
 from megarl.weights.hf_writer import HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_key, layer_key_prefixes
@@ -26,12 +27,14 @@ __all__ = [
     "Replicated",
     "Source",
     "checkpoint_key",
+    "combined",
     "compare",
     "convert",
     "copy_config",
     "describe",
     "engine_parameters",
     "find_place",
+    "fingerprint",
     "hf_specs",
     "layer_key_prefixes",
     "matrix",

@@ -6,8 +6,6 @@ Layers and experts are numbered in the whole model.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from megarl.config import ModelShape, PolicyHead
 from megarl.weights.families import layer_parameters
 from megarl.weights.layouts import Replicated, Vocabulary
@@ -15,14 +13,8 @@ from megarl.weights.parameter import Parameter
 
 
 def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
-    """All parameters of a model, in a fixed order; `tensor` decides the vocabulary's padding.
-
-    Those of a model have an engine's name if each of them fills a tensor of every engine, however it is split.
-    """
-    parameters = engine_parameters(shape, tensor)
-    if shape.experts is None and shape.latent is None and not shape.unit_norms and isinstance(shape.head, PolicyHead):
-        return parameters
-    return [replace(parameter, engine=None) for parameter in parameters]
+    """All parameters of a model, in a fixed order; `tensor` decides the vocabulary's padding."""
+    return engine_parameters(shape, tensor)
 
 
 def engine_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:

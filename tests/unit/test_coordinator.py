@@ -64,8 +64,10 @@ def take(job: Path, *overrides: str, steps: int = 1, hopeless: bool = False) -> 
         assert isinstance(recipe, RlRecipe)
         engine, queue = Engine(), TransferQueue(PROMPTS)
         rewards: Any = Rewards(hopeless)
-        engines: Any = [engine]
-        coordinator = Coordinator(recipe, engines, rewards, {"taste": engines[0]}, queue, max_positions=64)
+        client: Any = engine
+        connect: Any = None
+        coordinator = Coordinator(recipe, connect, rewards, {"taste": client}, queue, max_positions=64)
+        coordinator.use([client])
 
         async def run() -> list[Taken]:
             taken = []

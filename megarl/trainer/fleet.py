@@ -1,0 +1,126 @@
+"""The SGLang engines of a job: started, given each version of the weights, replaced if one fails to take it."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.checkpoint_engine import Engines, Published, Publisher, Training, clear_score_bias
+from megarl.config import DiskPublish, Model, RlRecipe, Serving, engine_leaders, scorer_leaders
+from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError
+from megarl.runtime import LOGGER, node_address
+from megarl.trainer.job import Job
+
+if TYPE_CHECKING:
+    from megarl.model_engine import ModelEngine
+
+
+class Fleet:
+    """On each rank: the engines that it leads, and its part in what concerns all."""
+
+    def __init__(self, job: Job, recipe: RlRecipe, key: str) -> None:
+        """Start the engines that this rank leads: one for rollouts, and those of reward models, by source.
+
+        They become healthy while the models are built.
+        """
+        self._job, self._recipe, self._key = job, recipe, key
+        rank, world, size = job.info.rank, job.info.world, recipe.rollout.tensor_parallel
+        leaders, sources = engine_leaders(world, size), recipe.reward.engines
+        self._number = leaders.index(rank) if rank in leaders else None
+        self.engine = self._start_mine()
+        mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
+        self.scorers = {name: self._start(f"reward engine {name}", s.model, s, recipe.seed) for name, s in mine.items()}
+        ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
+        self._publisher = Publisher(
+            recipe.publish,
+            job.shape,
+            Training(recipe.layout, world),
+            Engines(ranks, recipe.rollout.expert_parallel),
+            job.control,
+            dtype=getattr(torch, recipe.rollout.dtype or recipe.model.dtype),
+            device=job.device,
+            ranks_per_node=job.info.ranks_per_node,
+            timeout_s=recipe.runtime.deadline_s,
+        )
+
+    def addresses(self) -> list[EngineAddress]:
+        """Those of the rollout engines, on every rank."""
+        mine = [self.engine.address] if self.engine else []
+        parts = self._job.control.allgather(mine, list[EngineAddress], what="engine addresses")
+        return [address for part in parts for address in part]
+
+    def scorer_addresses(self) -> dict[str, EngineAddress]:
+        """Those of the reward models' engines, by source, on every rank."""
+        mine = {name: scorer.address for name, scorer in self.scorers.items()}
+        parts = self._job.control.allgather(mine, dict[str, EngineAddress], what="addresses of reward engines")
+        return {name: address for part in parts for name, address in part.items()}
+
+    def wait_healthy(self) -> None:
+        """Return when all engines are."""
+        waited = [one.wait_healthy() for one in ([self.engine] if self.engine else []) + list(self.scorers.values())]
+        for name, scorer in self.scorers.items():
+            dtype = getattr(torch, self._recipe.reward.engines[name].model.dtype)
+            clear_score_bias(scorer, dtype, self._job.device.type)
+        parts = self._job.control.allgather(waited, list[float], what="start of the engines")
+        started = [seconds for part in parts for seconds in part]
+        LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
+
+    def publish(self, model: ModelEngine, version: int) -> dict[str, float]:
+        """Give all engines the model's weights as `version`; a collective of all ranks. Returns what is logged.
+
+        An engine that fails is replaced by a new one, which gets that version before it serves. Raises EngineError:
+        one has failed as often as `rollout.restarts` allows.
+        """
+        directory = None
+        if isinstance(self._recipe.publish, DiskPublish):
+            directory = self._job.run.path / f"version_{version}"
+            model.export_hf(directory)
+        restarts, wanted, nbytes = 0, None, 0
+        with self._job.guard.tolerating(f"engine {self._number}"):
+            while True:
+                found = self._publisher.publish(version, model.weights, self.engine, directory=directory, only=wanted)
+                nbytes += found.nbytes
+                if not found.failed:
+                    break
+                self._replace(found, restarts)
+                restarts, wanted = restarts + 1, list(found.failed)
+        if directory is not None and self._job.control.rank == 0:
+            shutil.rmtree(directory)
+        return {"publish/gb": nbytes / 1e9, "publish/engines_replaced": float(restarts)}
+
+    def _replace(self, found: Published, restarts: int) -> None:
+        for number, error in found.failed.items():
+            LOGGER.warning("engine %d did not take new weights, and is started anew: %s", number, error)
+        if restarts == self._recipe.rollout.restarts:
+            first = next(iter(found.failed.items()))
+            raise EngineError(f"engine {first[0]} failed after {restarts} restarts (rollout.restarts): {first[1]}")
+        if self._number in found.failed and self.engine is not None:
+            self._job.guard.stop(self.engine.child)
+            self.engine = self._start_mine()
+            assert self.engine is not None
+            self.engine.wait_healthy()
+        self._job.control.barrier("start of new engines")
+
+    def _start_mine(self) -> Engine | None:
+        recipe = self._recipe
+        if self._number is None:
+            return None
+        model = recipe.model.model_copy(update={"dtype": recipe.rollout.dtype or recipe.model.dtype})
+        return self._start(f"engine {self._number}", model, recipe.rollout, recipe.seed + self._number)
+
+    def _start(self, name: str, model: Model, serving: Serving, seed: int) -> Engine:
+        job = self._job
+        return Engine(
+            model,
+            serving,
+            name=name,
+            host=node_address(job.hosts),
+            key=self._key,
+            device=job.device.type,
+            seed=seed,
+            log=job.run.logs / f"{name.replace(' ', '_')}.log",
+            guard=job.guard,
+            answer_timeout_s=self._recipe.runtime.deadline_s * ENGINE_SHARE,
+        )
