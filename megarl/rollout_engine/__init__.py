@@ -7,7 +7,7 @@ imports megatron.
 from megarl.rollout_engine.channel import Evaluation, Failed, Sample, Taken, frame
 from megarl.rollout_engine.client import EngineClient
 from megarl.rollout_engine.coordinator import Coordinator
-from megarl.rollout_engine.engine import Engine, EngineAddress, EngineError
+from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError
 from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Engine",
     "EngineAddress",
     "EngineClient",
+    "EngineControl",
     "EngineError",
     "Evaluation",
     "Failed",

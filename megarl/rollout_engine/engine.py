@@ -36,70 +36,12 @@ class EngineError(RuntimeError):
     """An engine refused a request or did not answer."""
 
 
-class Engine:
-    """An engine that this rank started. Its weights are changed only through this object."""
+class EngineControl:
+    """Administration of a running engine: its weights are changed only through this object, by one rank."""
 
-    def __init__(
-        self,
-        model: Model,
-        serving: Serving,
-        *,
-        name: str,
-        host: str,
-        key: str,
-        device: str,
-        seed: int,
-        log: Path,
-        guard: Guard,
-        answer_timeout_s: float,
-    ) -> None:
-        """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
-        # the server binds them many seconds from now
-        self._ports = server, distributed = hold_port(host), hold_port(host)
-        self.address = EngineAddress(host, server.getsockname()[1])
-        self._ranks = serving.tensor_parallel
-        self._key, self._timeout_s, self._answer_timeout_s = key, serving.start_timeout_s, answer_timeout_s
-        self._started = time.monotonic()
-        arguments = {
-            "model_path": str(model.path),
-            "dtype": model.dtype,
-            "host": host,
-            "port": self.address.port,
-            "nccl_port": distributed.getsockname()[1],
-            "api_key": key,
-            "tp_size": serving.tensor_parallel,
-            "random_seed": seed,
-            "weight_version": "0",
-            "skip_tokenizer_init": True,
-            "skip_server_warmup": True,
-            "log_level": "warning",
-            # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
-            "sleep_on_idle": serving.tensor_parallel == 1,
-            "custom_weight_loader": [LOADER],
-            **({"ep_size": serving.expert_parallel} if isinstance(serving, Rollout) else {}),
-            **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),
-            **(_CPU_ARGUMENTS if device == "cpu" else {}),
-            **serving.server_args,
-        }
-        env = _ENVIRONMENT | (_cpu_environment(serving.tensor_parallel) if device == "cpu" else {})
-        self.child: Child = start_child("megarl.rollout_engine.server:main", arguments, name=name, log=log, env=env)
-        guard.watch(self.child)
-
-    def wait_healthy(self) -> float:
-        """Wait until the engine answers. Returns the seconds since its start.
-
-        Raises EngineError: it took longer than `start_timeout_s`.
-        """
-        while True:
-            seconds = time.monotonic() - self._started
-            if self._healthy():
-                self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
-                return seconds
-            if seconds > self._timeout_s:
-                raise EngineError(
-                    f"{self.child.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"
-                )
-            time.sleep(_POLL_S)
+    def __init__(self, name: str, address: EngineAddress, key: str, *, tensor_parallel: int, timeout_s: float) -> None:
+        self.name, self.address = name, address
+        self._key, self._ranks, self._answer_timeout_s = key, tensor_parallel, timeout_s
 
     def begin_update(self) -> None:
         """Before the first of new weights: from now on requests wait, and those that ran are computed anew."""
@@ -135,23 +77,17 @@ class Engine:
     def _load(self, payloads: list[bytes], **options: Any) -> None:
         self._post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **options})
 
-    def _healthy(self) -> bool:
-        try:
-            return self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK
-        except OSError:
-            return False
-
     def _post(self, path: str, body: dict[str, Any]) -> Any:
         try:
             status, answer = self._request("POST", path, msgspec.json.encode(body), self._answer_timeout_s)
         except (OSError, http.client.HTTPException) as error:
-            raise EngineError(f"{self.child.name} did not answer {path}: {error!r}") from error
+            raise EngineError(f"{self.name} did not answer {path}: {error!r}") from error
         text = answer.decode(errors="replace")
         if status != http.HTTPStatus.OK:
-            raise EngineError(f"{self.child.name} refused {path}: HTTP {status} {text[:500]}")
+            raise EngineError(f"{self.name} refused {path}: HTTP {status} {text[:500]}")
         parsed = json.loads(text) if text.startswith(("{", "[")) else text
         if isinstance(parsed, dict) and parsed.get("success") is False:
-            raise EngineError(f"{self.child.name} failed at {path}: {parsed.get('message')}")
+            raise EngineError(f"{self.name} failed at {path}: {parsed.get('message')}")
         return parsed
 
     def _request(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes]:
@@ -163,6 +99,77 @@ class Engine:
             return response.status, response.read()
         finally:
             connection.close()
+
+
+class Engine(EngineControl):
+    """An engine that this rank started."""
+
+    def __init__(
+        self,
+        model: Model,
+        serving: Serving,
+        *,
+        name: str,
+        host: str,
+        key: str,
+        device: str,
+        seed: int,
+        log: Path,
+        guard: Guard,
+        answer_timeout_s: float,
+    ) -> None:
+        """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
+        # the server binds them many seconds from now
+        self._ports = server, distributed = hold_port(host), hold_port(host)
+        address = EngineAddress(host, server.getsockname()[1])
+        super().__init__(name, address, key, tensor_parallel=serving.tensor_parallel, timeout_s=answer_timeout_s)
+        self._start_timeout_s, self._started = serving.start_timeout_s, time.monotonic()
+        arguments = {
+            "model_path": str(model.path),
+            "dtype": model.dtype,
+            "host": host,
+            "port": address.port,
+            "nccl_port": distributed.getsockname()[1],
+            "api_key": key,
+            "tp_size": serving.tensor_parallel,
+            "random_seed": seed,
+            "weight_version": "0",
+            "skip_tokenizer_init": True,
+            "skip_server_warmup": True,
+            "log_level": "warning",
+            # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
+            "sleep_on_idle": serving.tensor_parallel == 1,
+            "custom_weight_loader": [LOADER],
+            **({"ep_size": serving.expert_parallel} if isinstance(serving, Rollout) else {}),
+            **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),
+            **(_CPU_ARGUMENTS if device == "cpu" else {}),
+            **serving.server_args,
+        }
+        env = _ENVIRONMENT | (_cpu_environment(serving.tensor_parallel) if device == "cpu" else {})
+        self.child: Child = start_child("megarl.rollout_engine.server:main", arguments, name=name, log=log, env=env)
+        guard.watch(self.child)
+
+    def wait_healthy(self) -> float:
+        """Wait until the engine answers. Returns the seconds since its start.
+
+        Raises EngineError: it took longer than `start_timeout_s`.
+        """
+        while True:
+            seconds = time.monotonic() - self._started
+            if self._healthy():
+                self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
+                return seconds
+            if seconds > self._start_timeout_s:
+                raise EngineError(
+                    f"{self.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"
+                )
+            time.sleep(_POLL_S)
+
+    def _healthy(self) -> bool:
+        try:
+            return self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK
+        except OSError:
+            return False
 
 
 # The default closes idle connections after 5 s, under a client that is about to reuse one. A crashed server would sleep
