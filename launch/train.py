@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.config import RecipeError, dump_recipe, load_recipe
 from megarl.data import DataError
 from megarl.runtime import Guard, rank_info
-from megarl.trainer import describe_ranks, preflight, run_rank
+from megarl.trainer import describe_models, describe_ranks, preflight, run_rank
 
 _BAD_INPUT = 2
 # A dead engine, coordinator or rank first shows as a request or a collective that fails. Whoever watched it knows more
@@ -61,7 +61,7 @@ def check_only(args: argparse.Namespace) -> None:
     shape = preflight(recipe, world=world, ranks_per_node=world, resume=args.resume)
     if args.dry_run:
         print(dump_recipe(recipe))
-        print(f"# model: {shape.family}, {shape.parameters / 1e6:.2f}M parameters, {shape.layers} layers")
+        print("\n".join(f"# {line}" for line in describe_models(recipe, shape)))
         print(f"# run directory: {recipe.directory}")
         print("# what each rank would do; everything is counted from 0:")
         print("\n".join(f"# {line}" for line in describe_ranks(recipe, shape, world=world)))

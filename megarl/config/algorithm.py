@@ -220,6 +220,16 @@ class Algorithm(Section):
     """How often a step's sequences are learned from."""
 
     @property
+    def compares(self) -> bool:
+        """Whether its advantages come of comparing the samples of a group, so that one alone has none."""
+        match self.advantage:
+            case RemaxAdvantage() | GaeAdvantage() | Own():
+                return False
+            case ReinforcePlusPlusAdvantage(group_baseline=compares):
+                return compares
+        return True
+
+    @property
     def updates(self) -> int:
         """Optimizer updates in one step."""
         return self.minibatches * self.epochs

@@ -18,7 +18,7 @@ def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
-        problems += [*_algorithm(recipe), *_reward(recipe)]
+        problems += [*_algorithm(recipe), *_groups(recipe), *_reward(recipe)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
@@ -136,18 +136,6 @@ def _algorithm(recipe: RlRecipe) -> list[str]:
         problems.append("algorithm.advantage: gae needs the values of a critic; set critic.type=critic and its model")
     if has_critic and not wants_critic:
         problems.append("critic: only the gae advantage uses one; set algorithm.advantage.type=gae or leave critic out")
-    if isinstance(algorithm.advantage, PassAtKAdvantage) and algorithm.advantage.k > recipe.batch.group_size:
-        problems.append(
-            f"algorithm.advantage.k: {algorithm.advantage.k} is more than batch.group_size ({recipe.batch.group_size});"
-            " make it smaller"
-        )
-    sampling = recipe.batch.sampling
-    if isinstance(sampling, InformativeGroups) and sampling.low >= sampling.high:
-        problems.append("batch.sampling: low must be below high")
-    if isinstance(sampling, InformativeGroups) and sampling.ask is not None and sampling.ask < recipe.batch.prompts:
-        problems.append(
-            f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({recipe.batch.prompts}); use at least that"
-        )
     if algorithm.kl.where == "reward" and not algorithm.kl.coefficient:
         problems.append("algorithm.kl.where: reward says what a coefficient of 0 does; set algorithm.kl.coefficient")
     if algorithm.kl.estimator == "full" and algorithm.kl.coefficient and recipe.layout.pipeline > 1:
@@ -159,6 +147,29 @@ def _algorithm(recipe: RlRecipe) -> list[str]:
         problems.append("algorithm.kl.control: adaptive needs one to start from; set algorithm.kl.coefficient")
     if isinstance(algorithm.correction, ImportanceCorrection) and algorithm.correction.low >= algorithm.correction.high:
         problems.append("algorithm.correction: low must be below high")
+    return problems
+
+
+def _groups(recipe: RlRecipe) -> list[str]:
+    advantage, batch, problems = recipe.algorithm.advantage, recipe.batch, []
+    size, sampling = batch.group_size, batch.sampling
+    if recipe.algorithm.compares and size < 2:
+        problems.append(
+            f"batch.group_size: 1 sample has nothing to be compared with, and the {advantage.type} advantage compares"
+            " those of a group; use 2 or more, or gae, remax or reinforce_plus_plus without group_baseline"
+        )
+    if isinstance(advantage, PassAtKAdvantage) and advantage.k > size:
+        problems.append(f"algorithm.advantage.k: {advantage.k} is more than batch.group_size ({size}); make it smaller")
+    if isinstance(sampling, InformativeGroups):
+        if not any(sampling.low < right / size < sampling.high for right in range(size + 1)):
+            problems.append(
+                f"batch.sampling: the share of right ones among {size} samples is never between {sampling.low:g} and"
+                f" {sampling.high:g}, so that no group would be taken; use more samples, other bounds or type all"
+            )
+        if sampling.ask is not None and sampling.ask < batch.prompts:
+            problems.append(
+                f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({batch.prompts}); use at least that"
+            )
     return problems
 
 

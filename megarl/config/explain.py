@@ -22,6 +22,7 @@ _PLAIN_WORDS = {
     "a valid boolean": "true or false",
     "a valid string": "text (in quotes, if it looks like something else)",
     "a valid tuple": "a list",
+    "a valid list": "a list",
     "a valid dictionary": "keys with values",
 }
 _SHORT_CHARACTERS = 60
@@ -53,7 +54,7 @@ def explain(problem: Any, tree: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
         case "value_error":
             return keys, f"{where}: {problem['ctx']['error']}, got {given}"
         case _:
-            message = re.sub(r"^\w+ should ", "must ", problem["msg"])
+            message = re.sub(r"^\w+ should ", "must ", problem["msg"].split(" after validation")[0])
             for stiff, plain in _PLAIN_WORDS.items():
                 message = message.replace(stiff, plain)
             return keys, f"{where}: {message[0].lower()}{message[1:]}, got {given}"

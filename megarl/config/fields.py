@@ -48,7 +48,6 @@ FLOAT_MAX = 3e38  # what torch's optimizer can make a float32 of
 
 PositiveInt = Annotated[int, Field(gt=0, le=INT_MAX)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=INT_MAX)]
-GroupSize = Annotated[int, Field(ge=2, le=INT_MAX)]
 PositiveFloat = Annotated[float, Field(gt=0, le=FLOAT_MAX)]
 AnyFloat = Annotated[float, Field(ge=-FLOAT_MAX, le=FLOAT_MAX)]
 NonNegativeFloat = Annotated[float, Field(ge=0, le=FLOAT_MAX)]

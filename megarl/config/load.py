@@ -35,7 +35,10 @@ def load_recipe(path: Path, overrides: list[str]) -> AnyRecipe:
     try:
         return _ADAPTER.validate_python(tree)
     except ValidationError as error:
-        problems = [explain(problem, tree) for problem in error.errors()]
+        found = error.errors()
+    # a list is also called too short if what is in it is wrong
+    inner = {problem["loc"][:-1] for problem in found}
+    problems = [explain(one, tree) for one in found if one["type"] != "too_short" or one["loc"] not in inner]
     lines = [f"{_source(keys, sources) or path}: {line}" for keys, line in problems]
     if len(lines) > _PROBLEMS_SHOWN:
         lines[_PROBLEMS_SHOWN:] = [f"and {len(lines) - _PROBLEMS_SHOWN} more problems"]

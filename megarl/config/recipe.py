@@ -15,7 +15,6 @@ from megarl.config.algorithm import Algorithm
 from megarl.config.fields import (
     Decay,
     Fraction,
-    GroupSize,
     Location,
     NonNegativeFloat,
     NonNegativeInt,
@@ -163,8 +162,8 @@ class InformativeGroups(Section):
 class RlBatch(Section):
     prompts: PositiveInt
     """Prompts in one step; each makes one group."""
-    group_size: GroupSize
-    """Samples of each prompt."""
+    group_size: PositiveInt
+    """Samples of each prompt; 2 or more with the advantages that compare them."""
     sampling: AllGroups | InformativeGroups = Field(default=AllGroups(), discriminator="type")
     """Which groups a step takes."""
     max_tokens_per_rank: PositiveInt = 8192

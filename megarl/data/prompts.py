@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class PromptSet:
-    """A file of problems, or its first `count`; prompt i of a run is row i, and again from the top when they end."""
+    """A file of problems, or its first `count`; prompt i of a run is row i, and again from the top when they end.
+
+    `datasets` are those of the whole file.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,9 @@ class PromptSet:
         count: int | None = None,
     ) -> None:
         """Raises DataError: a bad row, or a prompt that leaves no room for a response of `max_new_tokens`."""
-        self._rows = read_problems(path)[:count]
+        rows = read_problems(path)
+        self.datasets = {row.dataset for row in rows}
+        self._rows = rows[:count]
         self._ids = prompts_ids(tokenizer, [row.prompt for row in self._rows])
         room = max_positions - max_new_tokens
         for line, ids in enumerate(self._ids, start=1):
@@ -37,11 +42,6 @@ class PromptSet:
                     f" less rollout.max_new_tokens ({max_new_tokens}) leave {room}; shorten it, remove it or lower"
                     " rollout.max_new_tokens"
                 )
-
-    @property
-    def datasets(self) -> set[str]:
-        """Those of all rows."""
-        return {row.dataset for row in self._rows}
 
     @property
     def longest(self) -> int:

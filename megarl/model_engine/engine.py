@@ -146,10 +146,7 @@ class ModelEngine:
         return self._forward("critic", sequences)
 
     def scores(self, sequences: list[TokenSequence]) -> Tensor:
-        """A reward model's score of each whole sequence, float32, on all ranks.
-
-        Raises ValueError: a sequence ends in what config.json calls padding.
-        """
+        """A reward model's score of each whole sequence, without the padding at its end; float32, on all ranks."""
         return self._forward("reward", sequences)
 
     def _forward(self, head: HeadName, sequences: list[TokenSequence], reference: ModelEngine | None = None) -> Tensor:

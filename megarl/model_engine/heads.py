@@ -89,24 +89,16 @@ class ValueHead(OutputHead):
 class ScoreHead(ValueHead):
     """A reward model's scores. The score stands where a token behind the sequence would be predicted."""
 
-    def __init__(self, padding: int) -> None:
+    def __init__(self, head: RewardHead) -> None:
         super().__init__(bias=False)
-        self._padding = padding
+        self._head = head
 
     def fed(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
-        """With one more token, which is not read, as the response.
-
-        Raises ValueError: a sequence ends in padding.
-        """
-        for index, sequence in enumerate(sequences):
-            if sequence.input_ids[-1] == self._padding:
-                raise ValueError(
-                    f"sequence {index} ends in token {self._padding}, which config.json calls padding: transformers"
-                    " would take the score before it; expected another last token, or another pad_token_id"
-                )
+        """Without the padding at their ends, and with one more token, which is not read, as the response."""
+        read = [self._head.scored(sequence.input_ids) for sequence in sequences]
         return [
-            replace(sequence, input_ids=[*sequence.input_ids, self._padding], prompt_length=len(sequence.input_ids))
-            for sequence in sequences
+            replace(sequence, input_ids=[*ids, self._head.padding], prompt_length=len(ids))
+            for sequence, ids in zip(sequences, read, strict=True)
         ]
 
 
@@ -117,8 +109,8 @@ def output_head(shape: ModelShape, temperature: float) -> OutputHead:
             return LogprobHead(shape.vocab, temperature)
         case CriticHead():
             return ValueHead(bias=True)
-        case RewardHead(padding=padding):
-            return ScoreHead(padding)
+        case RewardHead() as head:
+            return ScoreHead(head)
 
 
 def _output_weight(model: Any) -> Float[Tensor, "shard H"]:

@@ -5,9 +5,9 @@ imports megatron.
 """
 
 from megarl.rollout_engine.channel import Evaluation, Failed, Sample, Taken, frame
-from megarl.rollout_engine.client import EngineClient
+from megarl.rollout_engine.client import EngineClient, ScoreClient
 from megarl.rollout_engine.coordinator import Coordinator
-from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError
+from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError, EngineTimeout
 from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
 __all__ = [
@@ -20,9 +20,11 @@ __all__ = [
     "EngineClient",
     "EngineControl",
     "EngineError",
+    "EngineTimeout",
     "Evaluation",
     "Failed",
     "Sample",
+    "ScoreClient",
     "Taken",
     "frame",
 ]

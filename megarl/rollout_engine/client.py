@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 import msgspec
 
+from megarl.config import RewardHead
 from megarl.rollout_engine.engine import EngineAddress, EngineError
 from megarl.types import Completion
 
@@ -37,30 +39,54 @@ _decode_many = msgspec.json.Decoder(list[_Answer]).decode
 _decode_scores = msgspec.json.Decoder(list[_Scores]).decode
 
 
-class EngineClient:
-    """An async client of one engine; use it as a context manager."""
+class _Client:
+    """An async client of one engine; use it as a context manager. It waits as long as its caller does.
 
-    def __init__(self, address: EngineAddress, key: str, *, timeout_s: float) -> None:
-        self.address = address
+    `owed` are the requests that the engine has not answered yet.
+    """
+
+    def __init__(self, address: EngineAddress, key: str) -> None:
+        self.name, self.owed = address.name, 0
         self._session = aiohttp.ClientSession(
             base_url=address.url,
             headers={"Authorization": f"Bearer {key}"},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0),
         )
 
-    async def __aenter__(self) -> EngineClient:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         await self._session.close()
+
+    async def _post(self, path: str, body: dict[str, Any], what: str) -> bytes:
+        """Its answer. Raises EngineError: it failed or refused to do `what`."""
+        self.owed += 1
+        try:
+            async with self._session.post(path, json=body) as response:
+                payload = await response.read()
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{self.name} was asked {what} and did not answer: {error!r}") from error
+        finally:
+            self.owed -= 1
+        if response.status != http.HTTPStatus.OK:
+            text = payload.decode(errors="replace")[:500]
+            raise EngineError(
+                f"{self.name} was asked {what} and answered HTTP {response.status}: {text or 'nothing'}; see its log"
+            )
+        return payload
+
+
+class EngineClient(_Client):
+    """Generation."""
 
     async def generate(
         self, input_ids: list[int], *, samples: int, temperature: float, max_new_tokens: int, stop_token: int
     ) -> list[Completion]:
         """`samples` responses to one prompt; temperature 0 is greedy. The stop token, where reached, is included.
 
-        Raises EngineError: the engine failed, refused, or took longer than the client's time limit.
+        Raises EngineError: the engine failed or refused.
         """
         body = {
             "input_ids": input_ids,
@@ -72,36 +98,39 @@ class EngineClient:
             },
             "return_logprob": True,
         }
-        payload = await self._post("/generate", body)
+        what = f"for {samples} responses to a prompt of {len(input_ids)} tokens"
+        payload = await self._post("/generate", body, what)
         answers = _decode_many(payload) if samples > 1 else [_decode_one(payload)]
         return [self._completion(answer) for answer in answers]
-
-    async def score(self, sequences: list[list[int]]) -> list[float]:
-        """A reward model's score of each token sequence. Raises EngineError, as `generate` does."""
-        payload = await self._post("/classify", {"input_ids": sequences})
-        try:
-            return [answer.embedding[0] for answer in _decode_scores(payload)]
-        except msgspec.DecodeError as error:
-            raise EngineError(f"engine at {self.address.url} gave no score for each sequence: {error}") from error
-
-    async def _post(self, path: str, body: dict[str, Any]) -> bytes:
-        try:
-            async with self._session.post(path, json=body) as response:
-                payload = await response.read()
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineError(f"engine at {self.address.url} did not answer: {error!r}") from error
-        if response.status != 200:
-            text = payload.decode(errors="replace")[:500]
-            raise EngineError(f"engine at {self.address.url}: HTTP {response.status} {text}")
-        return payload
 
     def _completion(self, answer: _Answer) -> Completion:
         info = answer.meta_info
         if info.finish_reason.type not in ("stop", "length"):
-            raise EngineError(f"engine at {self.address.url} ended a request by {info.finish_reason}")
+            raise EngineError(f"{self.name} ended a request by {info.finish_reason}")
         return Completion(
             output_ids=answer.output_ids,
             logprobs=[logprob for logprob, _, _ in info.output_token_logprobs],
             finish_reason=info.finish_reason.type,  # type: ignore[arg-type]
             version=int(info.weight_version),
         )
+
+
+class ScoreClient(_Client):
+    """A reward model's scores, for which its `head` says which tokens it reads."""
+
+    def __init__(self, address: EngineAddress, key: str, head: RewardHead) -> None:
+        super().__init__(address, key)
+        self._head = head
+
+    async def score(self, sequences: list[list[int]]) -> list[float]:
+        """The score of each token sequence. Raises EngineError: the engine failed or refused."""
+        read = [self._head.scored(sequence) for sequence in sequences]
+        what = f"to score {len(read)} sequences of up to {max(map(len, read))} tokens"
+        payload = await self._post("/classify", {"input_ids": read}, what)
+        try:
+            return [answer.embedding[0] for answer in _decode_scores(payload)]
+        except msgspec.DecodeError as error:
+            given = payload.decode(errors="replace")[:500]
+            raise EngineError(
+                f"{self.name} was asked {what} and gave no number for each ({error}): {given}; see its log"
+            ) from error

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -18,9 +18,12 @@ from megarl.config import AllGroups, InformativeGroups, RemaxAdvantage, RlRecipe
 from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
-from megarl.rollout_engine.client import EngineClient
-from megarl.rollout_engine.engine import EngineAddress
+from megarl.rollout_engine.client import EngineClient, ScoreClient
+from megarl.rollout_engine.engine import EngineAddress, EngineTimeout
+from megarl.rollout_engine.handle import ENGINE_SHARE
 from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
+
+T = TypeVar("T")
 
 _SAMPLES_SHOWN = 16
 
@@ -40,7 +43,7 @@ class Coordinator:
         recipe: RlRecipe,
         connect: Callable[[EngineAddress], Awaitable[EngineClient]],
         rewards: RewardPool,
-        scorers: dict[str, EngineClient],
+        scorers: dict[str, ScoreClient],
         queue: Queue,
         *,
         max_positions: int,
@@ -52,12 +55,14 @@ class Coordinator:
         self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
         self._test = PromptSet(recipe.data.test, self._tokenizer, count=recipe.evaluation.problems, **room)
         self._connect = connect
+        self._deadline_s = recipe.runtime.deadline_s * ENGINE_SHARE
         self.use([])
         self._generation: asyncio.Task[tuple[float, int]] | None = None
 
     def use(self, engines: list[EngineClient]) -> None:
         """Ask these from now on, in turn."""
         self._next_engine = itertools.cycle(engines).__next__
+        self._clients = [*engines, *self._scorers.values()]
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer rank 0's requests, one after the other, until it hangs up."""
@@ -75,7 +80,7 @@ class Coordinator:
                 case channel.Take(step=step):
                     writer.write(channel.frame(await self._take(step)))
                 case channel.Evaluate():
-                    writer.write(channel.frame(await self._evaluate()))
+                    writer.write(channel.frame(await self._in_time(asyncio.create_task(self._evaluate()))))
             await writer.drain()
 
     async def _generate(self, version: int) -> tuple[float, int]:
@@ -126,9 +131,21 @@ class Coordinator:
 
     async def _take(self, step: int) -> channel.Taken:
         assert self._generation is not None, "take before generate"
-        seconds, asked = await self._generation  # here an engine's failure surfaces
+        seconds, asked = await self._in_time(self._generation)  # here an engine's failure surfaces
         groups = await self._queue.take(step)
         return channel.Taken(groups, asked, seconds, self._rewards.timeouts, self._rewards.crashes)
+
+    async def _in_time(self, work: asyncio.Task[T]) -> T:
+        """The result of `work`. Raises EngineTimeout with the engines that owe an answer: it is not there in time."""
+        done, _ = await asyncio.wait({work}, timeout=self._deadline_s)
+        if not done:
+            owing = [f"{client.name} ({client.owed} requests)" for client in self._clients if client.owed]
+            work.cancel()
+            raise EngineTimeout(
+                f"no answer for {self._deadline_s:.0f} s ({ENGINE_SHARE} of runtime.deadline_s) from"
+                f" {', '.join(owing) or 'the reward workers'}"
+            )
+        return await work
 
     async def _evaluate(self) -> channel.Evaluation:
         async def answer(prompt: Prompt, temperature: float) -> tuple[Trajectory, float]:

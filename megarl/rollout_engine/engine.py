@@ -22,8 +22,9 @@ _HEALTH_TIMEOUT_S = 30.0  # the server itself gives up after 20 s, and a new que
 
 
 class EngineAddress(msgspec.Struct, frozen=True):
-    """Where an engine listens; requests need the job's key as well."""
+    """What an engine is called and where it listens; requests need the job's key as well."""
 
+    name: str
     host: str
     port: int
 
@@ -36,11 +37,15 @@ class EngineError(RuntimeError):
     """An engine refused a request or did not answer."""
 
 
+class EngineTimeout(EngineError):
+    """Engines have not answered in time."""
+
+
 class EngineControl:
     """Administration of a running engine: its weights are changed only through this object, by one rank."""
 
-    def __init__(self, name: str, address: EngineAddress, key: str, *, tensor_parallel: int, timeout_s: float) -> None:
-        self.name, self.address = name, address
+    def __init__(self, address: EngineAddress, key: str, *, tensor_parallel: int, timeout_s: float) -> None:
+        self.name, self.address = address.name, address
         self._key, self._ranks, self._answer_timeout_s = key, tensor_parallel, timeout_s
 
     def begin_update(self) -> None:
@@ -121,8 +126,8 @@ class Engine(EngineControl):
         """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
         # the server binds them many seconds from now
         self._ports = server, distributed = hold_port(host), hold_port(host)
-        address = EngineAddress(host, server.getsockname()[1])
-        super().__init__(name, address, key, tensor_parallel=serving.tensor_parallel, timeout_s=answer_timeout_s)
+        address = EngineAddress(name, host, server.getsockname()[1])
+        super().__init__(address, key, tensor_parallel=serving.tensor_parallel, timeout_s=answer_timeout_s)
         self._start_timeout_s, self._started = serving.start_timeout_s, time.monotonic()
         arguments = {
             "model_path": str(model.path),

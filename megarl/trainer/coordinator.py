@@ -11,10 +11,19 @@ import traceback
 from contextlib import AsyncExitStack
 from typing import Any
 
-from megarl.config import RlRecipe
+from megarl.config import RewardHead, RlRecipe, read_model_shape
 from megarl.data import DataError
 from megarl.rewards import RewardPool
-from megarl.rollout_engine import ENGINE_SHARE, Coordinator, EngineAddress, EngineClient, EngineError, Failed, frame
+from megarl.rollout_engine import (
+    Coordinator,
+    EngineAddress,
+    EngineClient,
+    EngineError,
+    EngineTimeout,
+    Failed,
+    ScoreClient,
+    frame,
+)
 from megarl.runtime import child_command, child_environment
 from megarl.transfer_queue import TransferQueue
 
@@ -31,7 +40,7 @@ def main() -> None:
     try:
         asyncio.run(_serve(config, connection))
     except Exception as error:
-        if isinstance(error, EngineError):
+        if isinstance(error, EngineError) and not isinstance(error, EngineTimeout):
             time.sleep(_LET_THE_ENGINE_SPEAK_S)
         known = isinstance(error, EngineError | DataError)
         cause = str(error) if known else traceback.format_exc()
@@ -43,19 +52,22 @@ def main() -> None:
 
 async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
     recipe = RlRecipe.model_validate(config["recipe"])
-    timeout_s = recipe.runtime.deadline_s * ENGINE_SHARE
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     async with AsyncExitStack() as stack:
         clients: dict[EngineAddress, EngineClient] = {}
+        scorers = {}
 
         async def connect(address: EngineAddress) -> EngineClient:
             if address not in clients:
-                engine = EngineClient(address, config["key"], timeout_s=timeout_s)
-                clients[address] = await stack.enter_async_context(engine)
+                clients[address] = await stack.enter_async_context(EngineClient(address, config["key"]))
             return clients[address]
 
-        scorers = {name: await connect(EngineAddress(**address)) for name, address in config["scorers"].items()}
+        for name, given in config["scorers"].items():
+            head = read_model_shape(recipe.reward.engines[name].model.path, "reward").head
+            assert isinstance(head, RewardHead), "asked for a reward model"
+            scorer = ScoreClient(EngineAddress(**given), config["key"], head)
+            scorers[name] = await stack.enter_async_context(scorer)
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
         queue = TransferQueue(groups_per_step=recipe.batch.prompts)

@@ -14,12 +14,14 @@ from safetensors import SafetensorError, safe_open
 from megarl.config import (
     AnyRecipe,
     Critic,
+    Head,
     HeadName,
     InformativeGroups,
     ModelShape,
     Own,
     OwnRule,
     RecipeError,
+    Reward,
     RewardEngine,
     RewardHead,
     RewardModelRecipe,
@@ -64,6 +66,7 @@ def preflight(recipe: AnyRecipe, *, world: int, ranks_per_node: int, resume: boo
             case SftRecipe():
                 _check_conversations(recipe, tokenizer, shape)
             case RewardModelRecipe():
+                _check_padding(recipe.model.path, shape.head, tokenizer)
                 _check_preferences(recipe, tokenizer, shape)
             case RlRecipe():
                 _check_models(recipe, shape, world)
@@ -147,12 +150,13 @@ def _check_models(recipe: RlRecipe, policy: ModelShape, world: int) -> None:
     for name, source in (recipe.reward.models | recipe.reward.engines).items():
         served = isinstance(source, RewardEngine)
         named.append((f"reward.sources.{name}.model.path", source.model.path, "reward", served))
-    vocabulary = (recipe.model.path / "tokenizer.json").read_bytes()
+    vocabulary, tokenizer = (recipe.model.path / "tokenizer.json").read_bytes(), load_tokenizer(recipe.model.path)
     for key, path, head, served in named:
         try:
             shape = read_model_shape(path, head)
             if isinstance(shape.head, RewardHead):
-                _check_scores(recipe, path, shape.head, served=served)
+                _check_padding(path, shape.head, tokenizer)
+                _check_scores(path, shape.head, served=served)
             if not served:
                 check_layout(recipe, shape, world)
             _check_weights(path)
@@ -169,12 +173,15 @@ def _check_models(recipe: RlRecipe, policy: ModelShape, world: int) -> None:
             raise RecipeError(f"{key}: {path} has another tokenizer.json than the policy; the models share tokens")
 
 
-def _check_scores(recipe: RlRecipe, path: Path, head: RewardHead, *, served: bool) -> None:
-    if load_tokenizer(recipe.model.path).eos_token_id == head.padding:
+def _check_padding(path: Path, head: Head, tokenizer: PreTrainedTokenizerFast) -> None:
+    if isinstance(head, RewardHead) and tokenizer.eos_token_id == head.padding:
         raise RecipeError(
-            f"{path}: its padding is the policy's eos token, with which answers end, so that transformers would score"
-            " them before it; train it with another pad_token_id"
+            f"model.path: {path}: its padding is the eos token, with which answers end, so that they would be scored"
+            " before it; train it with another pad_token_id"
         )
+
+
+def _check_scores(path: Path, head: RewardHead, *, served: bool) -> None:
     if head.missing:
         raise RecipeError(f"{path} has no layer that scores; expected the result of a recipe of type reward_model")
     if served and head.architecture not in _SCORED_BY_ENGINES:
@@ -210,32 +217,40 @@ def _check_problems(recipe: RlRecipe, tokenizer: PreTrainedTokenizerFast, shape:
     room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
     with _naming("data.train", recipe.data.train):
         train = PromptSet(recipe.data.train, tokenizer, **room)
-        for name, source in recipe.reward.sources.items():
-            if unknown := sorted(set(source.datasets or ()) - train.datasets):
-                raise RecipeError(
-                    f"reward.sources.{name}.datasets: no row has the dataset {unknown[0]!r}; there are"
-                    f" {', '.join(map(repr, sorted(train.datasets)))}"
-                )
-        for name, source in recipe.reward.engines.items():
-            positions, most = read_model_shape(source.model.path, "reward").max_positions, recipe.rollout.max_new_tokens
-            if train.longest + most >= positions:  # SGLang keeps the last one for a token that is not generated here
-                raise RecipeError(
-                    f"reward.sources.{name}: its engine reads {positions - 1} tokens, less than the longest prompt"
-                    f" ({train.longest}) and rollout.max_new_tokens ({most}); lower that, or use type model"
-                )
-        _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
     with _naming("data.test", recipe.data.test):
         test = PromptSet(recipe.data.test, tokenizer, count=recipe.evaluation.problems, **room)
+    _check_datasets(recipe.reward, train.datasets, test.datasets)
+    for name, source in recipe.reward.engines.items():
+        positions, most = read_model_shape(source.model.path, "reward").max_positions, recipe.rollout.max_new_tokens
+        if train.longest + most >= positions:  # SGLang keeps the last one for a token that is not generated here
+            raise RecipeError(
+                f"reward.sources.{name}: its engine reads {positions - 1} tokens, less than the longest prompt"
+                f" ({train.longest}) and rollout.max_new_tokens ({most}); lower that, or use type model"
+            )
+    with _naming("data.train", recipe.data.train):
+        _check_routes(recipe, train, judged=isinstance(recipe.batch.sampling, InformativeGroups))
+    with _naming("data.test", recipe.data.test):
         _check_routes(recipe, test, judged=True)
+
+
+def _check_datasets(reward: Reward, train: set[str], test: set[str]) -> None:
+    """What a source is said to score is there. Rules alone score rows of data.test."""
+    for name, source in reward.sources.items():
+        there, where = (train | test, "") if name in reward.rules else (train, " of data.train")
+        for unknown in sorted(set(source.datasets or ()) - there):
+            known = [repr(dataset) for dataset in sorted(there) if dataset] + ["rows without one"] * ("" in there)
+            missing = f"has the dataset {unknown!r}" if unknown else "is without a dataset"
+            raise RecipeError(f"reward.sources.{name}.datasets: no row{where} {missing}; there are {', '.join(known)}")
 
 
 def _check_routes(recipe: RlRecipe, prompts: PromptSet, *, judged: bool) -> None:
     """Each row has a source, an answer if it has a rule, and if it is `judged` a rule."""
     for line in range(1, len(prompts) + 1):
-        row, where = prompts[line - 1], f"line {line}: dataset {prompts[line - 1].dataset!r}"
+        row = prompts[line - 1]
+        where = f"line {line} ({f'dataset {row.dataset!r}' if row.dataset else 'no dataset'})"
         judge = recipe.reward.judge(row.dataset)
         if not any(source.scores(row.dataset) for source in recipe.reward.sources.values()):
-            raise DataError(f"{where}: no source of reward.sources scores it; name it in a source's datasets")
+            raise DataError(f"{where}: no source of reward.sources scores it; name {row.dataset!r} in one's datasets")
         if judge is None and judged:
             raise DataError(
                 f"{where}: no rule of reward.sources scores it, so that nothing says what is right; add one with weight"
@@ -265,6 +280,26 @@ def _check_run_directory(recipe: AnyRecipe, *, resume: bool) -> None:
             f"run_dir: {path} cannot be written, since {there} is not writable for you; give another run_dir"
         )
     RunDirectory(path).check(recipe.type, resume=resume)
+
+
+def describe_models(recipe: AnyRecipe, shape: ModelShape) -> Iterator[str]:
+    """One line a model of the run: what it is, and where."""
+    yield f"model: {_size(shape)}"
+    if not isinstance(recipe, RlRecipe):
+        return
+    if recipe.algorithm.kl.coefficient:
+        yield f"reference: {recipe.model.path}, {_size(shape)}, frozen, in the model's layout"
+    if isinstance(recipe.critic, Critic):
+        path = recipe.critic.model.path
+        yield f"critic: {path}, {_size(read_model_shape(path, 'critic'))}, trained in the model's layout"
+    for name, source in (recipe.reward.models | recipe.reward.engines).items():
+        path = source.model.path
+        where = "on an engine of its own" if isinstance(source, RewardEngine) else "frozen, in the model's layout"
+        yield f"reward.sources.{name}: {path}, {_size(read_model_shape(path, 'reward'))}, {where}"
+
+
+def _size(shape: ModelShape) -> str:
+    return f"{shape.family}, {shape.parameters / 1e6:.2f}M parameters, {shape.layers} layer{'s' * (shape.layers > 1)}"
 
 
 def describe_ranks(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:

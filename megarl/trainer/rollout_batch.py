@@ -60,6 +60,8 @@ class RolloutBatch:
                 ids = group.prompt.input_ids
                 self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
         self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
+        buffer, limit = recipe.reward.overlong_buffer, recipe.rollout.max_new_tokens
+        self._overlong = overlong_penalty(self._lengths, limit=limit, buffer=buffer) if buffer else None
         self._weigh()
         # with one update a step, the policy that is updated is the one that sampled
         self._on_policy = self._algorithm.updates == 1
@@ -80,7 +82,8 @@ class RolloutBatch:
             exact = self._add_column("divergence", models.policy.divergences(self.sequences, reference))
             penalties = self._kl_coefficient * exact
         values = None if models.critic is None else self._add_column("old_value", models.critic.values(self.sequences))
-        outcomes = Outcomes(self._shaped(), self._group, self._lengths, penalties, values, self._greedy_rewards())
+        shaped = self.rewards if self._overlong is None else self.rewards + self._overlong
+        outcomes = Outcomes(shaped, self._group, self._lengths, penalties, values, self._greedy_rewards())
         advantage, options = _chosen(self._algorithm.advantage, ADVANTAGES)
         found = advantage(outcomes, **options)
         _check_own(self._algorithm.advantage, "advantage", found, 1, int(self._lengths.sum()))
@@ -116,11 +119,6 @@ class RolloutBatch:
                     " what is not finite in its model's weights, or for an overflow in your function"
                 )
         return scores
-
-    def _shaped(self) -> Tensor:
-        """Rewards with what is taken off for length."""
-        buffer, limit = self._recipe.reward.overlong_buffer, self._recipe.rollout.max_new_tokens
-        return self.rewards + overlong_penalty(self._lengths, limit=limit, buffer=buffer) if buffer else self.rewards
 
     def minibatches(self) -> Iterator[list[TokenSequence]]:
         """The sequences of each update that have a gradient; the others count in its loss only."""
@@ -226,11 +224,12 @@ class RolloutBatch:
         return {
             "reward": float(self.rewards.mean()),
             **{f"reward/{name}": float(s.nanmean()) for name, s in several.items() if not s.isnan().all()},
+            **({} if self._overlong is None else {"overlong_penalty": float(self._overlong.mean())}),
             "length": float(self._lengths.double().mean()),
             "length_max": int(self._lengths.max()),
             "tokens": int(self._lengths.sum()),
             "truncated": truncated / len(self._trajectories),
-            "groups_with_signal": sum(float(rewards.std()) > 0 for rewards in by_group) / len(by_group),
+            "groups_with_signal": sum(len(set(rewards.tolist())) > 1 for rewards in by_group) / len(by_group),
             **averages,
             **({"kl_coefficient": self._kl_coefficient} if "kl" in averages else {}),
             "loss": total.sums.get("loss", 0.0) / self._algorithm.updates,

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, Qwen2Config
 
 from megarl.checkpoint_engine import clear_score_bias
-from megarl.config import Model, RewardEngine, Rollout, Serving
-from megarl.rollout_engine import EngineClient
+from megarl.config import Model, RewardEngine, RewardHead, Rollout, Serving, read_model_shape
+from megarl.rollout_engine import ScoreClient
 from megarl.rollout_engine import engine as module
 from megarl.runtime import Child, Guard, hold_port
 from megarl.runtime.network import LOOPBACK, listen
@@ -71,10 +71,12 @@ def test_an_engine_scores_as_transformers_does(kind: Any, tmp_path: Path) -> Non
     model.save_pretrained(tmp_path / "model")
     source = RewardEngine(type="engine", model=Model(path=tmp_path / "model"))
     engine = start(source.model.path, source, _Watch(), tmp_path / "engine.log")
-    sequences = [[5, 6, 7, 8, 9, 2], [11, 12, 13, 2], [*range(3, 160)], [7]]
+    head = read_model_shape(source.model.path, "reward").head
+    assert isinstance(head, RewardHead)
+    sequences = [[5, 6, 7, 8, 9, 2], [11, 12, 13, 2], [*range(3, 160)], [7], [5, 0, 6, 0, 0]]
 
     async def scores() -> list[float]:
-        async with EngineClient(engine.address, "key", timeout_s=60.0) as client:
+        async with ScoreClient(engine.address, "key", head) as client:
             return await client.score(sequences)
 
     try:

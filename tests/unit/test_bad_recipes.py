@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from megarl.config import Experts, ModelShape, RecipeError, Rope, load_recipe
-from megarl.data import DataError, carry_addition
-from megarl.trainer import describe_ranks, preflight
+from megarl.config import Experts, ModelShape, RecipeError, Rope, load_recipe, read_model_shape
+from megarl.data import DataError, Problem, carry_addition, write_rows
+from megarl.trainer import describe_models, describe_ranks, preflight
 from tests.small_job import CONFIG, write_small_job
 
 TRAIN = Path(__file__).resolve().parents[2] / "launch/train.py"
@@ -135,6 +135,18 @@ def conversation(*messages: tuple[str, str], template: str = carry_addition.CHAT
     return spoil
 
 
+def reward_model(padding: str) -> Spoil:
+    """A recipe that trains one whose configuration calls this token padding."""
+
+    def spoil(job: Path) -> None:
+        ids = json.loads((job / "model/tokenizer.json").read_text())["model"]["vocab"]
+        config(pad_token_id=ids[padding])(job)
+        recipe = (job / "sft.yaml").read_text().replace("type: sft", "type: reward_model")
+        (job / "reward_model.yaml").write_text(recipe.replace("sequences: 8", "pairs: 8"))
+
+    return spoil
+
+
 TALK = [("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
 UNSPOILT = config()
 CUT_WEIGHTS = shorten("model/model.safetensors", 200)
@@ -197,7 +209,8 @@ OVERRIDES: list[tuple[str, list[str]]] = [
         "batch=[2, 4]",
         ["section with keys (prompts, group_size, sampling, max_tokens_per_rank), got [2, 4]"],
     ),
-    ("batch.group_size=1", ["batch.group_size: must be greater than or equal to 2, got 1"]),
+    ("batch.group_size=0", ["batch.group_size: must be greater than 0, got 0"]),
+    ("batch.group_size=1", ["batch.group_size: 1 sample has nothing to be compared with, and the grpo advantage"]),
     ("model.dtype=fp16", ["model.dtype: must be 'float32' or 'bfloat16', got 'fp16'"]),
     ("model.path=~/model", ["model.path: must be written out: ~ and $VARIABLES are not replaced here, got '~/model'"]),
     ("model.path=$WORK/model", ["model.path: must be written out", "got '$WORK/model'"]),
@@ -242,7 +255,8 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ),
     ("reward.sources.answer.weight=0", ["reward.sources: all weights are 0"]),
     ("reward.sources.answer.datasets=[gsm8k]", ["reward.sources.answer.datasets: no row has the dataset 'gsm8k'"]),
-    ("reward.sources.answer.datasets=[]", ["reward.sources.answer.datasets: must have at least 1 item"]),
+    ("reward.sources.answer.datasets=[]", ["answer.datasets: must have at least 1 item, got []"]),
+    ("reward.sources.answer.datasets=sums", ["reward.sources.answer.datasets: must be a list, got 'sums'"]),
     ("reward.sources.mine={type: own, function: f}", ["reward.sources.mine.function: must match pattern"]),
     ("reward.sources.mine={type: own, function: 'no_such:f'}", ["reward.sources.mine.function: 'no_such:f' cannot be"]),
     (
@@ -345,7 +359,7 @@ CASES = [
     ("sft.yaml", UNSPOILT, ["data.roles=[]"], ["data.roles: must have at least 1 item"]),
     ("sft.yaml", UNSPOILT, ["data.roles=assistant"], ["data.roles: must be a list, got 'assistant'"]),
     ("sft.yaml", UNSPOILT, ["data.roles=[1]"], ["data.roles.0: must be text"]),
-    ("sft.yaml", UNSPOILT, ["data.roles=['']"], ["data.roles.0: must "]),
+    ("sft.yaml", UNSPOILT, ["data.roles=['']"], ["data.roles.0: must have at least 1 character, got ''"]),
     (
         "sft.yaml",
         UNSPOILT,
@@ -380,6 +394,12 @@ CASES = [
         ["line 1: the chat template does not keep what precedes message 3 as it was: it writes '3'"],
     ),
     ("sft.yaml", write("demonstrations.jsonl", "\n"), [], ["data.train: demonstrations.jsonl: no rows; expected"]),
+    (
+        "reward_model.yaml",
+        reward_model("<|im_end|>"),
+        ["data={train: none.jsonl, test: none.jsonl}"],
+        ["model.path: model: its padding is the eos token, with which answers end"],
+    ),
 ]
 
 
@@ -427,6 +447,40 @@ def test_a_special_token_may_lie_beyond_the_vocabulary(job: Path, run: Run) -> N
     tokenizer["added_tokens"].append({"id": 512, "content": "<image>", "special": True, **image})
     (job / "model/tokenizer.json").write_text(json.dumps(tokenizer))
     assert run("rl.yaml", "--check").code == 0
+
+
+def routed(job: Path, train: str, test: str) -> None:
+    """Data of these datasets."""
+    for name, dataset in (("train", train), ("test", test)):
+        write_rows(job / f"{name}.jsonl", [Problem("1+1=", "2", dataset)])
+
+
+def test_a_rule_may_score_rows_of_the_test_file_alone(job: Path, run: Run) -> None:
+    routed(job, "sums", "exam")
+    assert run("rl.yaml", "reward.sources.other={type: math_verify, datasets: [exam]}", "--check").code == 0
+    assert run("rl.yaml", "reward.sources.other={type: math_verify, datasets: [exam, x]}", "--check").message == (
+        "reward.sources.other.datasets: no row has the dataset 'x'; there are 'exam', 'sums'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "datasets", "message"),
+    [
+        ("", "sums", "[sums]", "data.train: train.jsonl: line 1 (no dataset): no source of reward.sources scores"),
+        (
+            "sums",
+            "exam",
+            "[sums]",
+            "test.jsonl: line 1 (dataset 'exam'): no source of reward.sources scores it; name 'e",
+        ),
+        ("", "", "['', sums]", "answer.datasets: no row has the dataset 'sums'; there are rows without one"),
+        ("sums", "sums", "['', sums]", "answer.datasets: no row is without a dataset; there are 'sums'"),
+    ],
+)
+def test_rows_and_sources_must_meet(job: Path, run: Run, train: str, test: str, datasets: str, message: str) -> None:
+    routed(job, train, test)
+    ended = run("rl.yaml", f"reward.sources.answer.datasets={datasets}", "--check")
+    check_message(ended.message, [message])
 
 
 def test_prompts_that_are_never_asked_may_be_long(job: Path, run: Run) -> None:
@@ -517,6 +571,26 @@ def test_a_dry_run_shows_where_the_experts_are(tmp_path: Path) -> None:
         "rank 3: tensor 1/2, pipeline 0/2, expert 3/4, data 1/2; layers 0-1, vocabulary rows 256-511",
         "rank 4: tensor 0/2, pipeline 1/2, expert 0/4, data 0/2; layers 2-3, experts 0-1, vocabulary rows 0-255",
         "rank 5: tensor 1/2, pipeline 1/2, expert 1/4, data 0/2; layers 2-3, experts 2-3, vocabulary rows 256-511",
+    ]
+
+
+def test_a_dry_run_names_all_models(job: Path) -> None:
+    (job / "scorer").mkdir()
+    scores = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "pad_token_id": 0}
+    (job / "scorer/config.json").write_text(json.dumps(CONFIG | scores | {"num_hidden_layers": 1}))
+    overrides = [
+        "algorithm={advantage: {type: gae}, kl: {coefficient: 0.1}}",
+        "critic={type: critic, model: {path: scorer}, optimizer: {learning_rate: 1e-4}}",
+        "reward.sources.taste={type: model, model: {path: scorer}}",
+        "reward.sources.served={type: engine, model: {path: scorer}}",
+    ]
+    recipe = load_recipe(job / "rl.yaml", overrides)
+    assert list(describe_models(recipe, read_model_shape(recipe.model.path))) == [
+        "model: qwen3, 0.13M parameters, 2 layers",
+        "reference: model, qwen3, 0.13M parameters, 2 layers, frozen, in the model's layout",
+        "critic: scorer, qwen3, 0.08M parameters, 1 layer, trained in the model's layout",
+        "reward.sources.taste: scorer, qwen3, 0.08M parameters, 1 layer, frozen, in the model's layout",
+        "reward.sources.served: scorer, qwen3, 0.08M parameters, 1 layer, on an engine of its own",
     ]
 
 

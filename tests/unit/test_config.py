@@ -366,6 +366,7 @@ def test_any_config_json_is_taken_or_explained(tmp_path_factory: pytest.TempPath
 
 # --- checks that join sections
 
+CRITIC = "critic={type: critic, model: {path: m}, optimizer: {learning_rate: 1e-4}}"
 FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tensor_parallel=2"]
 
 
@@ -391,6 +392,26 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
         (["algorithm.minibatches=32"], 12, "into 32 parts of at least 2 (one for each data-parallel rank)"),
         (["algorithm.kl={coefficient: 0.1, estimator: full}"], 6, "layout.pipeline is 3; use k2 or k3, or set"),
         (["algorithm.kl={coefficient: 0.1, estimator: full}", "layout.pipeline=1"], 6, ""),
+        (["batch.group_size=1", "algorithm.advantage.type=reinforce_plus_plus"], 6, ""),
+        (["batch.group_size=1", "algorithm.advantage.type=remax"], 6, ""),
+        (["batch.group_size=1", "algorithm.advantage.type=gae", CRITIC], 6, ""),
+        (["batch.group_size=1", "algorithm.advantage={type: own, function: 'm:f'}"], 6, ""),
+        (
+            ["batch.group_size=1", "algorithm.advantage={type: reinforce_plus_plus, group_baseline: true}"],
+            6,
+            "batch.group_size: 1 sample has nothing to be compared with, and the reinforce_plus_plus advantage",
+        ),
+        (
+            ["batch.group_size=1", "algorithm.advantage.type=remax", "batch.sampling.type=informative"],
+            6,
+            "right ones among 1 samples is never between 0 and 1, so that no group would be taken",
+        ),
+        (
+            ["batch.sampling={type: informative, low: 0.25, high: 0.375}"],
+            6,
+            "8 samples is never between 0.25 and 0.375",
+        ),
+        (["batch.sampling={type: informative, low: 0.2, high: 0.375}"], 6, ""),
         (["rollout.tensor_parallel=4"], 6, "an engine of 4 ranks must lie on one node and divide the world evenly"),
         (["rollout.tensor_parallel=3"], 6, "tensor_parallel: 3 does not divide the model's attention heads (8)"),
         (["rollout.tensor_parallel=8"], 24, ""),  # each key-value head on two ranks

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.config import RlRecipe, load_recipe
 from megarl.data import Problem, write_rows
-from megarl.rollout_engine import Coordinator
+from megarl.rollout_engine import Coordinator, EngineTimeout
 from megarl.rollout_engine.channel import Taken
 from megarl.transfer_queue import TransferQueue
 from megarl.types import Completion
@@ -21,10 +21,12 @@ PROMPTS, SAMPLES = 2, 4
 
 
 class Engine:
-    """Says its version, which is the step."""
+    """Says its version, which is the step; scores all alike or, if it `hangs`, never."""
 
-    def __init__(self) -> None:
-        self.version = 0
+    name = "reward engine taste"
+
+    def __init__(self, hangs: bool) -> None:
+        self.version, self.hangs, self.owed = 0, hangs, 0
         self.temperatures: list[float] = []
         self.scored: list[list[int]] = []
 
@@ -34,6 +36,9 @@ class Engine:
 
     async def score(self, sequences: list[list[int]]) -> list[float]:
         self.scored += sequences
+        if self.hangs:
+            self.owed += 1
+            await asyncio.Event().wait()
         return [len(self.scored) / 10] * len(sequences)
 
 
@@ -56,17 +61,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def take(job: Path, *overrides: str, steps: int = 1, hopeless: bool = False) -> tuple[list[Taken], Engine]:
+def take(
+    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False
+) -> tuple[list[Taken], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, queue = Engine(), TransferQueue(PROMPTS)
+        engine, queue = Engine(hangs), TransferQueue(PROMPTS)
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
-        coordinator = Coordinator(recipe, connect, rewards, {"taste": client}, queue, max_positions=64)
+        scorers = dict.fromkeys(recipe.reward.engines, client)
+        coordinator = Coordinator(recipe, connect, rewards, scorers, queue, max_positions=64)
         coordinator.use([client])
 
         async def run() -> list[Taken]:
@@ -133,3 +141,9 @@ def test_a_row_is_scored_by_the_sources_of_its_dataset(job: Path) -> None:
     assert [trajectory.scores for trajectory in even.trajectories] == [{"answer": 1.0}] * SAMPLES
     assert [list(trajectory.scores) for trajectory in odd.trajectories] == [["all", "answer", "taste"]] * SAMPLES
     assert engine.scored == [[*odd.prompt.input_ids, 1, 2]] * SAMPLES
+
+
+def test_an_engine_that_hangs_is_named(job: Path) -> None:
+    hung = r"no answer for 0 s \(0\.8 of runtime\.deadline_s\) from .*reward engine taste \(2 requests\)"
+    with pytest.raises(EngineTimeout, match=hung):
+        take(job, "reward.sources.taste={type: engine, model: {path: m}}", "runtime.deadline_s=0.3", hangs=True)

@@ -157,11 +157,29 @@ def test_files_come_back_and_transformers_reads_them(family: str, head: HeadName
     assert read_model_shape(tmp_path / "written", head) == shape
 
 
-def test_a_score_stands_behind_the_whole_sequence() -> None:
-    column = {"weight": torch.ones(1)}
-    assert ScoreHead(0).fed([TokenSequence([4, 5, 6], 1, column)]) == [TokenSequence([4, 5, 6, 0], 3, column)]
+SCORED = [
+    ([4, 5, 6], [4, 5, 6]),
+    ([4, 5, 0, 0], [4, 5]),
+    ([4, 0, 5, 0], [4, 0, 5]),  # a response was cut behind padding that the policy wrote
+    ([0, 4], [0, 4]),
+    ([0, 0, 0], [0]),
+]
 
 
-def test_a_sequence_that_ends_in_padding_is_not_scored() -> None:
-    with pytest.raises(ValueError, match="sequence 1 ends in token 0, which config.json calls padding"):
-        ScoreHead(0).fed([TokenSequence([0, 5], 1), TokenSequence([5, 0], 1)])
+@pytest.mark.parametrize(("ids", "read"), SCORED)
+def test_a_score_stands_behind_the_last_token_that_is_not_padding(ids: list[int], read: list[int]) -> None:
+    head, column = RewardHead("LlamaForSequenceClassification", 0), {"weight": torch.ones(1)}
+    assert head.scored(ids) == read
+    fed = TokenSequence([*read, 0], len(read), column)
+    assert ScoreHead(head).fed([TokenSequence(ids, 1, column)]) == [fed]
+
+
+def test_a_score_is_where_transformers_has_it(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", head="reward", num_labels=1, pad_token_id=0).eval()
+    head = read_model_shape(tmp_path / "model", "reward").head
+    assert isinstance(head, RewardHead)
+    for ids, _ in SCORED:
+        model.config.pad_token_id = 0
+        expected = model(torch.tensor([ids])).logits
+        model.config.pad_token_id = 1  # there is none: the last token is scored
+        torch.testing.assert_close(model(torch.tensor([head.scored(ids)])).logits, expected)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megarl.config import RecipeError, RlRecipe, load_recipe
+from megarl.model_engine import Metrics
 from megarl.trainer.rollout_batch import Models, RolloutBatch
 from megarl.types import Group, Prompt, Trajectory, VersionSpan
 from tests.small_job import write_small_job
@@ -37,7 +38,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_job(tmp_path_factory.mktemp("job"))
 
 
-def scored(job: Path, *overrides: str, model: RewardModel | None = None) -> RolloutBatch:
+def scored(job: Path, *overrides: str, model: RewardModel | None = None, samples: int = 4) -> RolloutBatch:
     recipe = load_recipe(job / "rl.yaml", ["algorithm.advantage.type=dr_grpo", *overrides])
     assert isinstance(recipe, RlRecipe)
     groups = [
@@ -45,7 +46,7 @@ def scored(job: Path, *overrides: str, model: RewardModel | None = None) -> Roll
             Prompt(i, "", [7, 8], "", dataset),
             [
                 Trajectory([1] * n, [-1.0] * n, [VersionSpan(0, 0, n)], "stop", "", {"answer": score})
-                for n, score in zip(LENGTHS, ANSWERS[dataset], strict=True)
+                for n, score in list(zip(LENGTHS, ANSWERS[dataset], strict=True))[:samples]
             ],
         )
         for i, dataset in enumerate(ANSWERS)
@@ -88,3 +89,16 @@ def test_an_own_advantage_of_another_shape_is_refused(
     with pytest.raises(RecipeError, match=rf"wrong_shape:advantage gave {shapes}; expected 1 of the shape \[16\]"):
         scored(job, "algorithm.advantage={type: own, function: 'wrong_shape:advantage'}")
     sys.modules.pop("wrong_shape", None)
+
+
+def test_the_overlong_penalty_is_logged_beside_the_reward(job: Path) -> None:
+    batch = scored(job, "rollout.max_new_tokens=4", "reward.overlong_buffer=2")
+    logged = batch.statistics(Metrics({"tokens": 16.0, "mismatch": 0.0}, {"mismatch": 0.0}))
+    assert (logged["reward"], logged["overlong_penalty"]) == (3 / 8, -0.5 / 4)  # one in four has 3 tokens
+
+
+def test_a_group_of_one_has_no_signal_of_its_own(job: Path) -> None:
+    batch = scored(job, samples=1)
+    logged = batch.statistics(Metrics({"tokens": 6.0, "mismatch": 0.0}, {"mismatch": 0.0}))
+    assert logged["groups_with_signal"] == 0.0
+    assert "overlong_penalty" not in logged

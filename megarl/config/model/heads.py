@@ -40,7 +40,7 @@ class CriticHead:
 
 @dataclass(frozen=True)
 class RewardHead:
-    """A score of the whole sequence: the value at its last token. transformers finds that by the `padding` behind it.
+    """A score of the whole sequence: the value at its last token that is not `padding`.
 
     `architecture` and `missing` are as in CriticHead.
     """
@@ -50,6 +50,11 @@ class RewardHead:
     missing: tuple[str, ...] = ()
     name: ClassVar[HeadName] = "reward"
     tensors: ClassVar[tuple[str, ...]] = ("score.weight",)
+
+    def scored(self, input_ids: list[int]) -> list[int]:
+        """The tokens at whose last one the score is; as in transformers the first token, if all are padding."""
+        last = next((i for i in reversed(range(len(input_ids))) if input_ids[i] != self.padding), 0)
+        return input_ids[: last + 1]
 
 
 Head = PolicyHead | CriticHead | RewardHead
