@@ -33,7 +33,11 @@ def _load(model: Any, head: Head, payload: Tensor) -> str:
         block.copy_(piece_of(payload, piece))
     if not head.sums:
         return ""
-    wrong = sorted(name for name, tensor in tensors.items() if name in head.sums and _differs(tensor, head, name))
+    wrong = [
+        f"{name} {list(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name in head.sums and _differs(tensor, head, name)
+    ]
     answers = {
         "has other weights than the trainer in": wrong,
         "has, but was never sent,": sorted(tensors.keys() - head.sums.keys()),

@@ -157,13 +157,15 @@ class Engine(EngineControl):
     def wait_healthy(self) -> float:
         """Wait until the engine answers. Returns the seconds since its start.
 
-        Raises EngineError: it took longer than `start_timeout_s`.
+        Raises EngineError: it ended, or took longer than `start_timeout_s`.
         """
         while True:
             seconds = time.monotonic() - self._started
             if self._healthy():
                 self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
                 return seconds
+            if self.child.process.poll() is not None:
+                raise EngineError(self.child.describe_end())
             if seconds > self._start_timeout_s:
                 raise EngineError(
                     f"{self.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"

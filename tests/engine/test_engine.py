@@ -21,7 +21,7 @@ from tests.jobs import START_LIMIT_S
 pytestmark = pytest.mark.engine
 
 
-class _Watch(Guard):
+class Watch(Guard):
     """Leaves the end of an engine to the test."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ def test_an_engine_that_cannot_listen_ends(addition: Path, tmp_path: Path, monke
     with listen(LOOPBACK) as taken, hold_port(LOOPBACK) as free:
         ports = iter([taken, free])
         monkeypatch.setattr(module, "hold_port", lambda _: next(ports))
-        watch = _Watch()
+        watch = Watch()
         start(addition / "model", Rollout(max_new_tokens=8), watch, tmp_path / "engine.log")
         (child,) = watch.children
         try:
@@ -70,7 +70,7 @@ def test_an_engine_scores_as_transformers_does(kind: Any, tmp_path: Path) -> Non
     model = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
     model.save_pretrained(tmp_path / "model")
     source = RewardEngine(type="engine", model=Model(path=tmp_path / "model"))
-    engine = start(source.model.path, source, _Watch(), tmp_path / "engine.log")
+    engine = start(source.model.path, source, Watch(), tmp_path / "engine.log")
     head = read_model_shape(source.model.path, "reward").head
     assert isinstance(head, RewardHead)
     sequences = [[5, 6, 7, 8, 9, 2], [11, 12, 13, 2], [*range(3, 160)], [7], [5, 0, 6, 0, 0]]

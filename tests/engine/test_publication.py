@@ -1,0 +1,103 @@
+"""The real trainer publishes to real engines: what they answer is what it would say itself, version by version."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Model, Rollout
+from megarl.rollout_engine import Engine
+from megarl.runtime.network import LOOPBACK
+from tests.distributed.launch import run
+from tests.engine.publication_plan import KEY, UPDATES, Plan, Seen
+from tests.engine.test_engine import Watch
+from tests.families import write_model
+
+pytestmark = pytest.mark.engine
+
+MISMATCH_LIMIT = 1e-4  # DESIGN's bound for float32
+LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "qwen3": [(2, {}), (4, {"tensor": 2, "pipeline": 2})],
+    "qwen3_moe": [(2, {"expert": 2}), (4, {"expert": 2, "tensor": 2})],
+}
+"""Ranks and how they train; what is left over is data-parallel."""
+WIDTHS = {"qwen3": {"intermediate_size": 64}, "qwen3_moe": {"intermediate_size": 64, "moe_intermediate_size": 64}}
+"""On a CPU SGLang pads others to a multiple of 32 for each rank."""
+
+
+@dataclass(frozen=True)
+class Running:
+    model: Path
+    family: str
+    tensor: int
+    engines: list[Engine]
+
+
+@pytest.fixture(scope="module", params=[("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Two engines. (On a CPU they compute with all experts of a layer on each rank, or a slice of each.)"""
+    family, tensor = request.param
+    path = tmp_path_factory.mktemp(family)
+    write_model(family, path / "model", **WIDTHS[family])
+    serving = Rollout(tensor_parallel=tensor, max_new_tokens=8)
+    with contextlib.ExitStack() as stack:
+        engines = []
+        for number in range(2):
+            engine = Engine(
+                Model(path=path / "model"),
+                serving,
+                name=f"engine {number}",
+                host=LOOPBACK,
+                key=KEY,
+                device="cpu",
+                seed=number,
+                log=path / f"engine_{number}.log",
+                guard=Watch(),
+                answer_timeout_s=60.0,
+            )
+            stack.callback(engine.child.kill)
+            engines.append(engine)
+        for engine in engines:
+            engine.wait_healthy()
+        yield Running(path / "model", family, tensor, engines)
+
+
+def test_engines_say_what_the_trainer_would(running: Running, tmp_path: Path) -> None:
+    """In every layout, with one engine and with two; a bit that is lost on the way is noticed."""
+    for world, layout in LAYOUTS[running.family]:
+        counts = [count for count in (1, 2) if count * running.tensor <= world]
+        for count, seen in publish(running, world, layout, counts, "direct", tmp_path / str(world)).items():
+            assert max(map(max, seen.errors)) <= MISMATCH_LIMIT
+            published = [*range(1, UPDATES + 1), UPDATES + 2]
+            assert seen.versions == [[str(version)] * count for version in published]
+            assert list(seen.corrupted) == [count - 1]
+            assert "has other weights than the trainer in 1 tensors" in seen.corrupted[count - 1]
+
+
+@pytest.mark.parametrize("method", ["full", "disk"])
+def test_other_ways_lead_to_the_same(running: Running, method: str, tmp_path: Path) -> None:
+    if (running.family, running.tensor) != ("qwen3", 2):
+        pytest.skip("one kind of engine is enough: they load as they do at their start")
+    (seen,) = publish(running, 2, {"pipeline": 2}, [1], method, tmp_path / method).values()
+    assert max(map(max, seen.errors)) <= MISMATCH_LIMIT
+    assert seen.versions == [[str(version)] for version in range(1, UPDATES + 1)]
+
+
+def publish(
+    running: Running, world: int, layout: dict[str, Any], counts: list[int], method: str, out: Path
+) -> dict[int, Seen]:
+    """By the number of engines."""
+    out.mkdir()
+    size = running.tensor
+    # the last ranks, so that the first engine is not on the first rank
+    ranks = [list(range(world - (n + 1) * size, world - n * size)) for n in range(max(counts))]
+    addresses = [engine.address for engine in running.engines]
+    plan = Plan(running.model, layout, addresses, ranks, {"type": method}, counts, out)
+    plan.write(out / "plan.json")
+    run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
+    return {count: Seen.read(out / f"seen_{count}.json") for count in counts}
