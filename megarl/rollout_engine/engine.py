@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
@@ -159,24 +160,23 @@ class Engine(EngineControl):
 
         Raises EngineError: it ended, or took longer than `start_timeout_s`.
         """
-        while True:
-            seconds = time.monotonic() - self._started
-            if self._healthy():
-                self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
-                return seconds
-            if self.child.process.poll() is not None:
-                raise EngineError(self.child.describe_end())
-            if seconds > self._start_timeout_s:
-                raise EngineError(
-                    f"{self.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"
-                )
+        while not self.is_healthy():
             time.sleep(_POLL_S)
+        return time.monotonic() - self._started
 
-    def _healthy(self) -> bool:
-        try:
-            return self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK
-        except OSError:
-            return False
+    def is_healthy(self) -> bool:
+        """Whether an engine that was started answers by now. Raises EngineError, as `wait_healthy` does."""
+        with contextlib.suppress(OSError):
+            if self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK:
+                self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
+                return True
+        if self.child.process.poll() is not None:
+            raise EngineError(self.child.describe_end())
+        if (seconds := time.monotonic() - self._started) > self._start_timeout_s:
+            raise EngineError(
+                f"{self.name} is not healthy after {seconds:.0f} s (start_timeout_s); see {self.child.log}"
+            )
+        return False
 
 
 # The default closes idle connections after 5 s, under a client that is about to reuse one. A crashed server would sleep

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,9 @@ from megarl.trainer.job import Job
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
+
+
+_POLL_S = 0.5
 
 
 class Fleet:
@@ -96,12 +100,13 @@ class Fleet:
         if restarts == self._recipe.rollout.restarts:
             first = next(iter(found.failed.items()))
             raise EngineError(f"engine {first[0]} failed after {restarts} restarts (rollout.restarts): {first[1]}")
+        starting = None
         if self._number in found.failed and self.engine is not None:
             self._job.guard.stop(self.engine.child)
-            self.engine = self._start_mine()
-            assert self.engine is not None
-            self.engine.wait_healthy()
-        self._job.control.barrier("start of new engines")
+            self.engine = starting = self._start_mine()
+        # asked again and again, since a start may take longer than a rank waits for another
+        while not all(self._job.control.allgather(starting is None or starting.is_healthy(), bool, what="new engines")):
+            time.sleep(_POLL_S)
 
     def _start_mine(self) -> Engine | None:
         recipe = self._recipe

@@ -1,0 +1,75 @@
+"""An advantage that a recipe names, which on its way makes a publication fail in the rank that computes it.
+
+It knows where in a publication it is, which a test outside the job does not.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+from torch import Tensor
+
+from megarl.algorithms import ADVANTAGES, Outcomes
+from megarl.checkpoint_engine.exchange import Exchange
+from megarl.checkpoint_engine.slot import Head, Slot
+from megarl.rollout_engine import Engine
+
+_calls = 0
+
+
+def advantage(outcomes: Outcomes, *, fault: str, step: int, rank: int) -> Tensor:
+    """GRPO's; in step `step` (from 1) rank `rank` prepares its `fault`."""
+    global _calls
+    _calls += 1
+    mine = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == rank
+    if _calls == step and mine:
+        FAULTS[fault]()
+    return ADVANTAGES["grpo"](outcomes)
+
+
+def _engine_gets(number: int) -> None:
+    """The engine's processes get a signal when it is asked to take its second bucket."""
+    original, buckets = Engine.load_slots, 0
+
+    def load_slots(self: Engine, handles: list[bytes], *, last: bool) -> None:
+        nonlocal buckets
+        buckets += 1
+        if buckets == 2:
+            Engine.load_slots = original  # type: ignore[method-assign]
+            leader = psutil.Process(self.child.process.pid)
+            for process in [*leader.children(recursive=True), leader]:
+                process.send_signal(number)
+        original(self, handles, last=last)
+
+    Engine.load_slots = load_slots  # type: ignore[method-assign]
+
+
+def _flip_a_bit() -> None:
+    original = Slot.write
+
+    def write(self: Slot, head: Head) -> None:
+        if head.pieces:
+            Slot.write = original  # type: ignore[method-assign]
+            self.payload[head.pieces[0].offset] ^= 1
+        original(self, head)
+
+    Slot.write = write  # type: ignore[method-assign]
+
+
+def _stop_this_rank() -> None:
+    def bucket(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    Exchange.bucket = bucket  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "the engine is killed": lambda: _engine_gets(signal.SIGKILL),
+    "the engine is stopped": lambda: _engine_gets(signal.SIGSTOP),
+    "a bit is flipped": _flip_a_bit,
+    "the rank is stopped": _stop_this_rank,
+}
