@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.checkpoint_engine import Engines
+from megarl.checkpoint_engine import Engines, Precision
 from megarl.checkpoint_engine.receive import receive
 from megarl.config import Layout, ModelShape, read_model_shape, train_place
 from megarl.rollout_engine import EngineError
-from megarl.weights import EngineLayout, Parameter, model_parameters
+from megarl.weights import EngineLayout, Parameter, is_quantised, model_parameters, quantise
 from tests.families import family_config
 
 State = dict[str, Tensor]
 
 
-def small_shape(family: str, directory: Path) -> ModelShape:
-    family_config(family).save_pretrained(directory)
+def small_shape(family: str, directory: Path, **fields: Any) -> ModelShape:
+    family_config(family, **fields).save_pretrained(directory)
     return read_model_shape(directory)
 
 
@@ -58,7 +58,7 @@ class Source:
         for start in range(0, len(self.table), 5):
             yield [(parameter, self._parts(parameter)) for parameter in self.table[start : start + 5]]
 
-    def engine_state(self, rank: int, engines: Engines, dtype: torch.dtype) -> State:
+    def engine_state(self, rank: int, engines: Engines, precision: Precision) -> State:
         """What rank `rank` of an engine should hold."""
         state: State = {}
         rows: dict[str, dict[int, Tensor]] = {}
@@ -73,12 +73,16 @@ class Source:
                     continue
             layout = parameter.engine_layout
             assert isinstance(layout, EngineLayout)
-            shard = layout.engine_shard(parts, at, size).to(torch.float32 if parameter.float32 else dtype)
+            shard = layout.engine_shard(parts, at, size)
             name = str(parameter.engine).partition("[")[0]
+            held = {name: shard.to(torch.float32 if parameter.float32 else precision.dtype)}
+            if precision.fp8 and is_quantised(parameter):
+                held = dict(zip((name, f"{name}_scale_inv"), quantise(shard), strict=True))
             key = parameter.expert % local if of_expert else parameter.engine_row  # type: ignore[operator]
-            rows.setdefault(name, {})[key] = shard
             stacked = torch.stack if of_expert else torch.cat
-            state[name] = stacked([rows[name][k] for k in sorted(rows[name])])
+            for one, tensor in held.items():
+                rows.setdefault(one, {})[key] = tensor
+                state[one] = stacked([rows[one][k] for k in sorted(rows[one])])
         return state
 
     def _parts(self, parameter: Parameter) -> list[Tensor]:
@@ -90,7 +94,7 @@ class Model:
 
     def __init__(self, like: State) -> None:
         # padding is zero in an engine, and nothing else
-        self.tensors = {name: torch.where(tensor == 0, tensor, 7.0) for name, tensor in like.items()}
+        self.tensors = {name: torch.where(x.float() == 0, 0.0, 7.0).to(x.dtype) for name, x in like.items()}
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         yield from self.tensors.items()

@@ -4,7 +4,7 @@ Sees both sides through small protocols and imports neither megatron nor sglang.
 """
 
 from megarl.checkpoint_engine.check_plan import check
-from megarl.checkpoint_engine.exchange import ExchangeError
+from megarl.checkpoint_engine.exchange import ExchangeError, Precision
 from megarl.checkpoint_engine.plan import Plan, Transfer, make_plan
 from megarl.checkpoint_engine.publish import Published, Publisher, serialised
 from megarl.checkpoint_engine.score_bias import clear_score_bias
@@ -16,6 +16,7 @@ __all__ = [
     "ExchangeError",
     "Plan",
     "PlanError",
+    "Precision",
     "Published",
     "Publisher",
     "Traffic",

@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint_engine.plan import Plan, Transfer
-from megarl.checkpoint_engine.slot import ALIGNMENT, Piece, Sum
-from megarl.weights import Parameter, combined, fingerprint
+from megarl.checkpoint_engine.sides import PlanError
+from megarl.checkpoint_engine.slot import ALIGNMENT, Piece, Sum, dtype_of
+from megarl.weights import BLOCK, Parameter, combined, fingerprint, is_quantised, quantise
 
 Amount = Literal["all", "changed", "nothing"]
 """Of the pieces of a plan, what is sent: all, those that changed since they were last sent, or fingerprints alone."""
@@ -44,26 +46,59 @@ class Delivery:
 
 
 class _Message(NamedTuple):
-    """From one rank to another in a bucket. `heads` (transfers, 2) int64: a fingerprint, and whether bytes follow."""
+    """From one rank to another in a bucket. `heads` (blocks, 2) int64: a fingerprint, and whether bytes follow."""
 
     peer: int
-    transfers: list[Transfer]
     heads: Tensor
     data: Tensor
 
-    def sent(self) -> list[Transfer]:
-        return [one for one, (_, sent) in zip(self.transfers, self.heads.tolist(), strict=True) if sent]
+
+@dataclass(frozen=True)
+class Precision:
+    """What engines hold: parameters of `dtype`, but for those that are always float32; linear layers maybe in `fp8`."""
+
+    dtype: torch.dtype
+    fp8: bool = False
+
+    def blocks(self, one: Transfer) -> list[Piece]:
+        """What arrives of a transfer: a block, and of one that is quantised its scales.
+
+        Raises PlanError: it is quantised, and not of whole blocks.
+        """
+        name = str(one.parameter.engine).partition("[")[0]
+        place = (one.to_row, one.to_column, one.rows, one.columns)
+        if not (self.fp8 and is_quantised(one.parameter)):
+            dtype = torch.float32 if one.parameter.float32 else self.dtype
+            return [Piece(name, one.slot, *place, _name(dtype), 0)]
+        if any(number % BLOCK for number in place):
+            raise PlanError(
+                f"{name}: a rank has rows {one.to_row}:{one.to_row + one.rows}, columns {one.to_column}:"
+                f"{one.to_column + one.columns} of an engine's; for FP8 they must be multiples of {BLOCK}"
+            )
+        row, column, rows, columns = (number // BLOCK for number in place)
+        return [
+            Piece(name, one.slot, *place, _name(torch.float8_e4m3fn), 0),
+            Piece(f"{name}_scale_inv", one.slot, row, column, rows, columns, _name(torch.float32), 0),
+        ]
+
+    def encode(self, part: Tensor, blocks: Sequence[Piece]) -> Sequence[Tensor]:
+        """The elements of each of the blocks, of a part of a shard."""
+        return [part.to(dtype_of(blocks[0]))] if len(blocks) == 1 else quantise(part)
+
+
+Route = dict[int, list[tuple[Transfer, list[Piece]]]]
+"""By rank what comes from it, or goes to it, and what of it arrives."""
 
 
 class Exchange:
     """This rank's part in a plan; each rank of torch's default group has one of the same plan."""
 
-    def __init__(self, plan: Plan, rank: int, *, dtype: torch.dtype, device: torch.device, timeout_s: float) -> None:
-        """`dtype` is that of the engines' parameters, but for those that are always float32."""
-        self._rank, self._dtype, self._device, self._timeout_s = rank, dtype, device, timeout_s
+    def __init__(self, plan: Plan, rank: int, precision: Precision, *, device: torch.device, timeout_s: float) -> None:
+        """Raises PlanError: engines hold FP8, and parts are not of whole blocks."""
+        self._rank, self._precision, self._device, self._timeout_s = rank, precision, device, timeout_s
         self._routes = [self._route(list(plan.transfers(bucket, rank))) for bucket in range(len(plan.buckets))]
         self._last: dict[tuple[int, int], Tensor] = {}
-        """Fingerprints that were last sent, by bucket and rank."""
+        """Heads that were last sent, by bucket and rank."""
 
     @property
     def buckets(self) -> int:
@@ -72,7 +107,9 @@ class Exchange:
     @property
     def slot_bytes(self) -> int:
         """The largest bucket that comes for this rank's engine."""
-        return max((sum(map(self._nbytes, incoming.values())) for incoming, _ in self._routes), default=0)
+        return max(
+            (sum(_nbytes(_blocks(some)) for some in incoming.values()) for incoming, _ in self._routes), default=0
+        )
 
     @torch.no_grad()
     def bucket(self, number: int, source: ShardSource, payload: Tensor, delivery: Delivery, amount: Amount) -> None:
@@ -81,57 +118,65 @@ class Exchange:
         Raises ExchangeError: it names the rank that was waited for.
         """
         incoming, outgoing = self._routes[number]
-        room = sum(self._nbytes(some) for peer, some in outgoing.items() if peer != self._rank)
+        room = sum(_nbytes(_blocks(some)) for peer, some in outgoing.items() if peer != self._rank)
         staging = torch.empty(room if amount != "nothing" else 0, dtype=torch.uint8, device=self._device)
-        away, own = [], []
-        for peer, transfers in outgoing.items():
+        away, came, free = [], [], payload
+        for peer, some in outgoing.items():
             if peer == self._rank:
-                own = [self._packed(number, peer, transfers, source, payload, amount)]
+                came = [self._packed(number, peer, some, source, payload, amount)]
+                free = payload[len(came[0].data) :]
             else:
-                away.append(self._packed(number, peer, transfers, source, staging, amount))
+                away.append(self._packed(number, peer, some, source, staging, amount))
                 staging = staging[len(away[-1].data) :]
-        heads = {peer: self._heads(len(some)) for peer, some in incoming.items() if peer != self._rank}
-        self._travel(number, [(m.heads, m.peer) for m in away], [(head, peer) for peer, head in heads.items()])
-        came, free = own, payload[sum(len(m.data) for m in own) :]
-        for peer, head in heads.items():
-            message = _Message(peer, incoming[peer], head, free)
-            nbytes = self._nbytes(message.sent())
-            came.append(message._replace(data=free[:nbytes]))
+        others = {peer: self._heads(len(_blocks(some))) for peer, some in incoming.items() if peer != self._rank}
+        self._travel(number, [(m.heads, m.peer) for m in away], [(heads, peer) for peer, heads in others.items()])
+        for peer, heads in others.items():
+            nbytes = _nbytes(_sent(_blocks(incoming[peer]), heads))
+            came.append(_Message(peer, heads, free[:nbytes]))
             free = free[nbytes:]
         self._travel(number, *([(m.data, m.peer) for m in some if m.peer != self._rank] for some in (away, came)))
-        self._tell(came, delivery)
+        self._tell([(_blocks(incoming[message.peer]), message.heads) for message in came], delivery)
 
-    def _route(self, transfers: list[Transfer]) -> tuple[dict[int, list[Transfer]], dict[int, list[Transfer]]]:
-        """By rank what comes from it, and what goes to it; this rank's own comes first."""
-        incoming: dict[int, list[Transfer]] = {}
-        outgoing: dict[int, list[Transfer]] = {}
+    def _route(self, transfers: list[Transfer]) -> tuple[Route, Route]:
+        """Incoming and outgoing; this rank's own comes first."""
+        incoming: Route = {}
+        outgoing: Route = {}
         for one in sorted(transfers, key=lambda one: one.source != self._rank):  # stable
+            with_blocks = one, self._precision.blocks(one)
             if one.target == self._rank:
-                incoming.setdefault(one.source, []).append(one)
+                incoming.setdefault(one.source, []).append(with_blocks)
             if one.source == self._rank:
-                outgoing.setdefault(one.target, []).append(one)
+                outgoing.setdefault(one.target, []).append(with_blocks)
         return incoming, outgoing
 
     def _packed(
-        self, bucket: int, peer: int, transfers: list[Transfer], source: ShardSource, room: Tensor, amount: Amount
+        self,
+        bucket: int,
+        peer: int,
+        some: list[tuple[Transfer, list[Piece]]],
+        source: ShardSource,
+        room: Tensor,
+        amount: Amount,
     ) -> _Message:
-        """Pieces one behind the other from the start of `room`; one that need not be sent is written over."""
-        heads, end = torch.zeros(len(transfers), 2, dtype=torch.int64), 0
+        """Blocks one behind the other from the start of `room`; one that need not be sent is written over."""
+        heads, at, end = torch.zeros(len(_blocks(some)), 2, dtype=torch.int64), 0, 0
         last = self._last.get((bucket, peer)) if amount == "changed" else None
-        for i, one in enumerate(transfers):
-            dtype, shard = self._dtype_of(one), source.shard(one.parameter)
+        for one, blocks in some:
+            shard = source.shard(one.parameter)
             rows = shard.view(shard.shape[0], -1)[one.from_row : one.from_row + one.rows]
-            piece = rows[:, one.from_column : one.from_column + one.columns].to(dtype)
-            value = fingerprint(piece, one.to_row, one.to_column, one.slot or 0)
-            send = amount == "all" or (amount == "changed" and (last is None or int(last[i, 0]) != value))
-            heads[i, 0], heads[i, 1] = value, send
-            if send:
-                nbytes = one.rows * one.columns * dtype.itemsize
-                room[end : end + nbytes].view(dtype).view(one.rows, one.columns).copy_(piece)
-                end += _aligned(nbytes)
+            part = rows[:, one.from_column : one.from_column + one.columns]
+            for block, elements in zip(blocks, self._precision.encode(part, blocks), strict=True):
+                value = fingerprint(elements, block.row, block.column, block.slot or 0)
+                send = amount == "all" or (amount == "changed" and (last is None or int(last[at, 0]) != value))
+                heads[at, 0], heads[at, 1] = value, send
+                at += 1
+                if send:
+                    view = room[end : end + elements.nbytes].view(elements.dtype)
+                    view.view(elements.shape).copy_(elements)
+                    end += _aligned(elements.nbytes)
         if amount != "nothing":
             self._last[bucket, peer] = heads
-        return _Message(peer, transfers, heads.to(self._device), room[:end])
+        return _Message(peer, heads.to(self._device), room[:end])
 
     def _travel(self, bucket: int, out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]]) -> None:
         """Send and receive at once."""
@@ -150,29 +195,36 @@ class Exchange:
                     f" {'take' if send else 'send'} {data.nbytes} bytes of new weights (bucket {bucket}): {error}"
                 ) from error
 
-    def _tell(self, came: Iterable[_Message], delivery: Delivery) -> None:
+    def _tell(self, came: Iterable[tuple[list[Piece], Tensor]], delivery: Delivery) -> None:
         delivery.pieces, start = [], 0
-        for message in came:
-            for one, (value, sent) in zip(message.transfers, message.heads.tolist(), strict=True):
-                dtype = self._dtype_of(one)
-                name, kind = str(one.parameter.engine).partition("[")[0], str(dtype).removeprefix("torch.")
-                before = delivery.sums.get(name, Sum(kind, 0))
-                delivery.sums[name] = Sum(kind, combined(before.value, value))
+        for blocks, heads in came:
+            for block, (value, sent) in zip(blocks, heads.tolist(), strict=True):
+                before = delivery.sums.get(block.name, Sum(block.dtype, 0))
+                delivery.sums[block.name] = Sum(block.dtype, combined(before.value, value))
                 if sent:
-                    place = (one.to_row, one.to_column, one.rows, one.columns)
-                    delivery.pieces.append(Piece(name, one.slot, *place, kind, start))
-                    start += _aligned(one.rows * one.columns * dtype.itemsize)
+                    delivery.pieces.append(msgspec.structs.replace(block, offset=start))
+                    start += _nbytes([block])
         delivery.nbytes += start
-
-    def _nbytes(self, transfers: Iterable[Transfer]) -> int:
-        return sum(_aligned(one.rows * one.columns * self._dtype_of(one).itemsize) for one in transfers)
-
-    def _dtype_of(self, one: Transfer) -> torch.dtype:
-        return torch.float32 if one.parameter.float32 else self._dtype
 
     def _heads(self, count: int) -> Tensor:
         return torch.empty(count, 2, dtype=torch.int64, device=self._device)
 
 
+def _blocks(some: list[tuple[Transfer, list[Piece]]]) -> list[Piece]:
+    return [block for _, blocks in some for block in blocks]
+
+
+def _sent(blocks: list[Piece], heads: Tensor) -> list[Piece]:
+    return [block for block, (_, sent) in zip(blocks, heads.tolist(), strict=True) if sent]
+
+
+def _nbytes(blocks: Iterable[Piece]) -> int:
+    return sum(_aligned(block.rows * block.columns * dtype_of(block).itemsize) for block in blocks)
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint_engine.check_plan import check
-from megarl.checkpoint_engine.exchange import Amount, Delivery, Exchange, ShardSource
+from megarl.checkpoint_engine.exchange import Amount, Delivery, Exchange, Precision, ShardSource
 from megarl.checkpoint_engine.plan import make_plan
 from megarl.checkpoint_engine.sides import Engines, Training
 from megarl.checkpoint_engine.slot import Handle, Head, Slot
@@ -68,12 +68,12 @@ class Publisher:
         engines: Engines,
         control: ControlPlane,
         *,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         ranks_per_node: int,
         timeout_s: float,
     ) -> None:
-        """`dtype` is that of the engines' parameters; `timeout_s` how long a rank waits for another.
+        """`precision` is the engines'; `timeout_s` says how long a rank waits for another.
 
         Raises PlanError: it is not known where an engine keeps a parameter, or sizes do not divide.
         """
@@ -83,10 +83,10 @@ class Publisher:
         def exchange(numbers: tuple[int, ...]) -> Exchange:
             some = Engines(tuple(engines.ranks[number] for number in numbers), engines.expert)
             # a rank has two slots of a bucket, and packs as much for others
-            sizes = {"bucket_bytes": bucket * 2 // 3, "item_bytes": dtype.itemsize}
+            sizes = {"bucket_bytes": bucket * 2 // 3, "item_bytes": precision.dtype.itemsize}
             plan = make_plan(shape, training, some, ranks_per_node=ranks_per_node, **sizes)
             check(plan)
-            return Exchange(plan, control.rank, dtype=dtype, device=device, timeout_s=timeout_s)
+            return Exchange(plan, control.rank, precision, device=device, timeout_s=timeout_s)
 
         self._make_exchange = exchange
         self._everyone = tuple(range(len(engines.ranks)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megarl.checkpoint_engine.slot import ALIGNMENT, Answer, Head, OpenSlot, Piece
+from megarl.checkpoint_engine.slot import ALIGNMENT, Answer, Head, OpenSlot, Piece, dtype_of
 from megarl.weights import combined, fingerprint
 
 _NAMED = 5
@@ -51,7 +51,7 @@ def _load(model: Any, head: Head, payload: Tensor) -> str:
 
 def piece_of(payload: Tensor, piece: Piece) -> Tensor:
     """A piece's (rows, columns) elements in a payload, of its dtype."""
-    dtype: torch.dtype = getattr(torch, piece.dtype)
+    dtype = dtype_of(piece)
     assert piece.offset % ALIGNMENT == 0
     end = piece.offset + piece.rows * piece.columns * dtype.itemsize
     return payload[piece.offset : end].view(dtype).view(piece.rows, piece.columns)
@@ -59,7 +59,7 @@ def piece_of(payload: Tensor, piece: Piece) -> Tensor:
 
 def _differs(tensor: Tensor, head: Head, name: str) -> bool:
     want, total = head.sums[name], 0
-    tensor = tensor.to(getattr(torch, want.dtype))
+    tensor = tensor.to(dtype_of(want))
     for slot in range(len(tensor)) if tensor.ndim == 3 else [None]:
         total = combined(total, fingerprint(_matrix(tensor, slot), slot=slot or 0))
     return total != want.value

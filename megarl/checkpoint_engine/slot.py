@@ -35,6 +35,12 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     offset: int
 
 
+def dtype_of(part: Piece | Sum) -> torch.dtype:
+    """Of its elements."""
+    dtype: torch.dtype = getattr(torch, part.dtype)
+    return dtype
+
+
 class Sum(msgspec.Struct, frozen=True, array_like=True):
     """What the fingerprints of a tensor's slices must add up to, its elements being of `dtype`."""
 

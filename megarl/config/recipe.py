@@ -181,6 +181,8 @@ class Rollout(Serving):
     """Longest response, in tokens."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """The engines' type of numbers; none: model.dtype. Weights are cast on their way."""
+    fp8: bool = False
+    """Engines hold linear layers in 8 bits, which are made of the new weights on their way, in blocks of 128 x 128."""
     restarts: NonNegativeInt = 2
     """How often in a row an engine that fails to take new weights is started anew before the job is ended."""
 

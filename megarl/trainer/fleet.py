@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.checkpoint_engine import Engines, Published, Publisher, Training, clear_score_bias
+from megarl.checkpoint_engine import Engines, Precision, Published, Publisher, Training, clear_score_bias
 from megarl.config import DiskPublish, Model, RlRecipe, Serving, engine_leaders, scorer_leaders
 from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError
 from megarl.runtime import LOGGER, node_address
@@ -43,7 +43,7 @@ class Fleet:
             Training(recipe.layout, world),
             Engines(ranks, recipe.rollout.expert_parallel),
             job.control,
-            dtype=getattr(torch, recipe.rollout.dtype or recipe.model.dtype),
+            precision=Precision(getattr(torch, recipe.rollout.dtype or recipe.model.dtype), recipe.rollout.fp8),
             device=job.device,
             ranks_per_node=job.info.ranks_per_node,
             timeout_s=recipe.runtime.deadline_s,

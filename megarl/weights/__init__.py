@@ -5,6 +5,7 @@ from megarl.weights.compare import compare
 from megarl.weights.convert import Progress, convert
 from megarl.weights.describe import describe
 from megarl.weights.fingerprint import combined, fingerprint
+from megarl.weights.fp8 import BLOCK, is_quantised, quantise
 from megarl.weights.hf import HfReader, split_index
 from megarl.weights.hf_writer import HfWriter, copy_config, hf_specs
 from megarl.weights.keys import checkpoint_key, layer_key_prefixes
@@ -16,6 +17,7 @@ from megarl.weights.staging import publish
 from megarl.weights.table import engine_parameters, model_parameters
 
 __all__ = [
+    "BLOCK",
     "Box",
     "EngineLayout",
     "HfReader",
@@ -36,10 +38,12 @@ __all__ = [
     "find_place",
     "fingerprint",
     "hf_specs",
+    "is_quantised",
     "layer_key_prefixes",
     "matrix",
     "model_parameters",
     "open_source",
     "publish",
+    "quantise",
     "split_index",
 ]

@@ -8,13 +8,11 @@ The form is that of DeepSeek-V3's and Qwen3-FP8's checkpoints, which SGLang call
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megarl.weights.hf import SCALE
 from megarl.weights.parameter import Parameter
 
 BLOCK = 128
@@ -55,14 +53,3 @@ def is_quantised(parameter: Parameter) -> bool:
     if not all(name.endswith(".weight") for name in parameter.hf):
         raise ValueError(f"{parameter.hf[0]}: SGLang has no FP8 form of stacked experts; serve this model in bfloat16")
     return True
-
-
-def fp8_tensors(parameter: Parameter, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """What an FP8 engine loads of a parameter, given its whole Hugging Face tensors: each with its scales, or as it is.
-
-    Raises ValueError: as `is_quantised` and `quantise`.
-    """
-    named = list(zip(parameter.hf, parts, strict=True))
-    if not is_quantised(parameter):
-        return named
-    return [pair for name, part in named for pair in zip((name, f"{name}{SCALE}"), quantise(part), strict=True)]

@@ -1,4 +1,4 @@
-"""Numbers that every layout must give, from transformers; and the plan and report of payload_numerics.py."""
+"""Precision that every layout must give, from transformers; and the plan and report of payload_numerics.py."""
 
 from __future__ import annotations
 

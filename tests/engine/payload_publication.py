@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from megarl.checkpoint_engine import Engines, Publisher, Training
+from megarl.checkpoint_engine import Engines, Precision, Publisher, Training
 from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import Layout, ModelShape, Publish, read_model_shape
 from megarl.model_engine import MicroBatch, ModelEngine, TokenSequence
@@ -58,7 +58,7 @@ class Publications:
             Training(layout, control.world),
             Engines(tuple(map(tuple, self.ranks)), plan.expert),
             control,
-            dtype=getattr(torch, plan.dtype),
+            precision=Precision(getattr(torch, plan.dtype)),
             device=CPU,
             ranks_per_node=control.world,
             timeout_s=DEADLINE_S,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from megarl.config import Model, Rollout
@@ -64,6 +65,9 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             engines.append(engine)
         for engine in engines:
             engine.wait_healthy()
+            leader = psutil.Process(engine.child.process.pid)
+            for process in [leader, *leader.children(recursive=True)]:
+                process.nice(15)  # of several ranks all poll while they are idle
         yield Running(path / "model", family, tensor, engines)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megarl.checkpoint_engine import Engines, PlanError, Publisher, Training, clear_score_bias, publish
+from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, clear_score_bias, publish
 from megarl.config import DirectPublish, DiskPublish, FullPublish, Layout, ModelShape, Publish
 from megarl.rollout_engine import EngineError
 from tests.publication import Model, Source, Target, small_shape
@@ -32,14 +32,14 @@ class Control:
 class Case:
     def __init__(self, shape: ModelShape, method: Publish, dtype: torch.dtype = torch.float32) -> None:
         control: Any = Control()
-        options: dict[str, Any] = {"dtype": dtype, "device": CPU, "ranks_per_node": 1, "timeout_s": 5.0}
+        options: dict[str, Any] = {"precision": Precision(dtype), "device": CPU, "ranks_per_node": 1, "timeout_s": 5.0}
         self.publisher = Publisher(method, shape, Training(Layout(), 1), ENGINES, control, **options)
         self.source = Source(shape, Layout(), 1, 0, torch.float32)
         self.source.version(1)
         self.dtype = dtype
 
     def engine(self, spoil: Callable[[list[Model]], None] | None = None) -> Target:
-        return Target([Model(self.source.engine_state(0, ENGINES, self.dtype))], spoil)
+        return Target([Model(self.source.engine_state(0, ENGINES, Precision(self.dtype)))], spoil)
 
     def publish(self, engine: Target, **more: Any) -> dict[int, str]:
         return self.publisher.publish(7, self.source, engine, **more).failed
@@ -57,7 +57,7 @@ def test_all_buckets_arrive_between_begin_and_end(shape: ModelShape, monkeypatch
     assert case.publish(engine) == {}
     assert engine.calls == ["begin", *["load"] * (len(engine.calls) - 3), "compare", 7]
     assert len(engine.calls) > 5
-    for name, tensor in case.source.engine_state(0, ENGINES, torch.float32).items():
+    for name, tensor in case.source.engine_state(0, ENGINES, Precision(torch.float32)).items():
         assert torch.equal(engine.models[0].tensors[name], tensor)
 
 
@@ -68,7 +68,7 @@ def test_what_an_engine_loads_itself_is_compared_too(shape: ModelShape, method: 
     """The engine here loads nothing, so it holds what it held."""
     case = Case(shape, method)
     loaded, stale = case.engine(), case.engine()
-    loaded.models[0].tensors = case.source.engine_state(0, ENGINES, torch.float32)
+    loaded.models[0].tensors = case.source.engine_state(0, ENGINES, Precision(torch.float32))
     for engine, wrong in ((loaded, False), (stale, True)):
         failed = case.publish(engine, directory=Path("/nowhere"))
         assert ("has other weights than the trainer in 35 tensors" in failed.get(0, "")) == wrong
@@ -126,7 +126,7 @@ def test_what_engines_hold_in_other_types_is_cast(shape: ModelShape, dtype: torc
     case = Case(shape, DirectPublish(), dtype)
     engine = case.engine()
     assert case.publish(engine) == {}
-    for name, tensor in case.source.engine_state(0, ENGINES, dtype).items():
+    for name, tensor in case.source.engine_state(0, ENGINES, Precision(dtype)).items():
         assert torch.equal(engine.models[0].tensors[name], tensor)
 
 

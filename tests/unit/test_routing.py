@@ -20,7 +20,7 @@ LAYERS, ACTIVE = 3, 2
 
 
 def experts_of(token: int) -> torch.Tensor:
-    """Numbers that tell tokens apart."""
+    """Precision that tell tokens apart."""
     return token * 100 + torch.arange(LAYERS * ACTIVE).reshape(LAYERS, ACTIVE)
 
 

@@ -56,7 +56,7 @@ def section(config: Fields, name: str) -> Fields:
 
 
 def layer_list(config: Fields, name: str, layers: int) -> list[int]:
-    """Numbers of layers, none if left out. Raises RecipeError: not a list of them."""
+    """Precision of layers, none if left out. Raises RecipeError: not a list of them."""
     value = config.get(name) or []
     if not isinstance(value, list) or not all(type(layer) is int and 0 <= layer < layers for layer in value):
         raise RecipeError(f"{name} is {value!r:.60}; expected a list of layers from 0 to {layers - 1}")
