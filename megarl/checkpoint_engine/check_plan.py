@@ -7,22 +7,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megarl.checkpoint_engine.plan import Cell, Pattern, Plan, Table, box_table
-from megarl.checkpoint_engine.sides import Ints, Kind, PlanError, Sides
+from megarl.checkpoint_engine.plan import Cell, Pattern, Plan
+from megarl.checkpoint_engine.sides import Ints, Kind, PlanError, Sides, Table, box_table
+from megarl.checkpoint_engine.traffic import traffic
 from megarl.weights import Parameter, engine_parameters, matrix
 
 _AT_ONCE = 1 << 20  # pairs of a piece and a box that are compared at a time, some 10 bytes each
 
 
 def check(plan: Plan) -> None:
-    """Each element of each engine rank's tensors is written exactly once, by a rank that holds it; padding never is.
+    """Each element of each engine rank's tensors is written exactly once, by a rank that has it; padding never is.
 
-    Raises PlanError naming the parameter, and the range or the rank at fault.
+    And no rank sends, or gets, more in a bucket than it may. Raises PlanError naming the parameter, and the range or
+    the rank at fault.
     """
     sides = plan.sides
     table = engine_parameters(plan.shape, plan.training.layout.tensor)
-    _check_names(plan, table)
+    _check_rows(plan, table)
     _check_tensors(table)
+    _check_relays(plan)
     seen: set[tuple[Pattern, Kind]] = set()
     for cell in plan.cells:
         kind = sides.kind(cell.parameters[0])
@@ -32,17 +35,55 @@ def check(plan: Plan) -> None:
         if (cell.pattern, kind) not in seen:
             _check_pieces(cell, kind, sides)
             seen.add((cell.pattern, kind))
-        _check_requests(cell, kind, sides)
+        _check_requests(cell, kind, sides, plan.served)
+    _check_buckets(plan)
 
 
-def _check_names(plan: Plan, table: Sequence[Parameter]) -> None:
-    """Each parameter of the model is sent in one bucket."""
-    sent = Counter(plan.cells[number].parameters[k] for bucket in plan.buckets for number, k in bucket)
-    for parameter in table:
-        if sent[parameter] != 1:
-            raise PlanError(f"{parameter.engine}: is sent {sent[parameter]} times")
-    if len(sent) > len(table):
-        raise PlanError(f"{(sent.keys() - set(table)).pop().engine}: is sent, but the model does not have it")
+def _check_rows(plan: Plan, table: Sequence[Parameter]) -> None:
+    """Each row of each parameter of the model is sent in one bucket."""
+    sent: dict[Parameter, list[tuple[int, int]]] = {parameter: [] for parameter in table}
+    for item in (one for bucket in plan.buckets for one in bucket):
+        parameter = plan.cells[item.cell].parameters[item.k]
+        if parameter not in sent:
+            raise PlanError(f"{parameter.engine}: is sent, but the model does not have it")
+        sent[parameter].append((item.row, item.rows))
+    heights: dict[Kind, int] = {}
+    for parameter, parts in sent.items():
+        kind = plan.sides.kind(parameter)
+        if kind not in heights:
+            heights[kind] = matrix(kind.engine_layout.engine_shape(kind.shapes, plan.sides.target_split(kind)))[0]
+        end = 0
+        for row, rows in (*sorted(parts), (heights[kind], 1)):
+            if row != end or rows < 1:
+                times = "more than once" if row < end else "0 times"
+                raise PlanError(f"{parameter.engine}: rows {min(row, end)}:{max(row, end)} are sent {times}")
+            end = row + rows
+
+
+def _check_relays(plan: Plan) -> None:
+    """Each engine is served, or gets what it needs once, from one that has it; none passes on two things at a time."""
+    engines = range(len(plan.engines.ranks))
+    has = Counter(plan.served)
+    for number, relay in enumerate(plan.relays):
+        givers = Counter(giver for giver, _ in relay)
+        for giver, times in givers.items():
+            if giver not in has or times > 1:
+                why = "passes on two at a time" if giver in has else "does not have yet what it passes on"
+                raise PlanError(f"engine {giver}: {why}, in round {number}")
+        has.update(getter for _, getter in relay)
+    for engine in (*engines, *has):
+        if has[engine] != (engine in engines):
+            raise PlanError(f"engine {engine}: gets each bucket {has[engine]} times, expected {int(engine in engines)}")
+
+
+def _check_buckets(plan: Plan) -> None:
+    """No rank sends more than a bucket may hold, nor gets more; but one row of a parameter may be larger than that."""
+    flow, limit = traffic(plan), plan.bucket_bytes
+    for what, table in (("sends", flow.sent - flow.relayed), ("gets", flow.received + flow.kept)):
+        for bucket in np.flatnonzero(table.max(1) > limit).tolist():
+            if len(plan.buckets[bucket]) > 1 or plan.buckets[bucket][0].rows > 1:
+                rank = int(table[bucket].argmax())
+                raise PlanError(f"bucket {bucket}: rank {rank} {what} {table[bucket, rank]} bytes of at most {limit}")
 
 
 def _check_tensors(table: Sequence[Parameter]) -> None:
@@ -120,10 +161,10 @@ def _range(piece: np.void, at: str) -> str:
     return f"rows {rows}, columns {columns}"
 
 
-def _check_requests(cell: Cell, kind: Kind, sides: Sides) -> None:
-    """Each engine gets each pair's pieces once, and whoever may send them holds them."""
+def _check_requests(cell: Cell, kind: Kind, sides: Sides, served: Sequence[int]) -> None:
+    """Each engine served gets each pair's pieces once, and whoever may send them holds them."""
     name, split, asked = cell.parameters[0].engine, sides.target_split(kind), cell.requests
-    targets = sides.targets(kind, cell.home).T[cell.pattern.pairs % split]
+    targets = sides.targets(kind, cell.home)[list(served)].T[cell.pattern.pairs % split]
     wanted = (cell.pattern.pairs[:, None] * sides.ranks + targets).ravel()
     found = asked["pair"] * sides.ranks + asked["target"]
     if not np.array_equal(np.sort(wanted), np.sort(found)):

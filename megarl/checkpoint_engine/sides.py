@@ -5,6 +5,7 @@ Only arithmetic on ranks; `plan` joins the two sides.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,9 +13,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import Layout, ModelShape, train_place
-from megarl.weights import EngineLayout, Parameter, Replicated
+from megarl.weights import Box, EngineLayout, Parameter, Replicated
 
 Ints = NDArray[np.int64]
+Table = NDArray[Any]
+"""Of named integer columns."""
+
+
+def integers(*names: str) -> np.dtype[Any]:
+    return np.dtype([(name, np.int64) for name in names])
+
+
+BOX = integers("split", *Box._fields)
+"""A box of shard `split`."""
+
+
+def box_table(boxes: Iterable[Sequence[Box]]) -> Table:
+    """BOX rows of the boxes of each shard."""
+    return np.array([(split, *box) for split, some in enumerate(boxes) for box in some], dtype=BOX)
+
+
+Relay = tuple[tuple[int, int], ...]
+"""A round: numbers of engines that have a bucket, each with that of the engine to which it passes the bucket on."""
 
 
 class PlanError(ValueError):
@@ -46,6 +66,21 @@ class Engines:
     @property
     def expert_tensor(self) -> int:
         return self.tensor // self.expert
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """The numbers of so many engines, evenly over all."""
+        return tuple(len(self.ranks) * number // count for number in range(count))
+
+    def relays(self, heads: Sequence[int]) -> tuple[Relay, ...]:
+        """Each of `heads` is the first of those up to the next; each round doubles how many of them have a bucket."""
+        rounds: list[list[tuple[int, int]]] = []
+        for first, stop in zip(heads, (*heads[1:], len(self.ranks)), strict=True):
+            for number in range(1, stop - first):
+                before = number.bit_length() - 1
+                if before == len(rounds):
+                    rounds.append([])
+                rounds[before].append((first + number - (1 << before), first + number))
+        return tuple(map(tuple, rounds))
 
 
 class Home(NamedTuple):

@@ -6,6 +6,7 @@ All elements of a model are different numbers and padding is 0, so that no eleme
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.checkpoint_engine.check_plan import check
-from megarl.checkpoint_engine.plan import Cell, Plan, make_plan
-from megarl.checkpoint_engine.sides import Engines, PlanError, Training
+from megarl.checkpoint_engine.plan import Cell, Item, Plan, Transfer, make_plan
+from megarl.checkpoint_engine.sides import Engines, PlanError, Relay, Training
 from megarl.checkpoint_engine.traffic import traffic
 from megarl.config import Layout, ModelShape, Rope, read_model_shape, train_place
 from megarl.weights import Parameter, engine_parameters, matrix
@@ -203,19 +204,31 @@ engine_states = cache(lambda model, engine: [engine_state(model, engine, rank) f
 
 def execute(plan: Plan, shards: list[State], empty: dict[int, State]) -> dict[int, int]:
     """Fill the engines' tensors, which are by rank; returns how many elements each rank got from others."""
-    got = dict.fromkeys(empty, 0)
+    got, ranks = dict.fromkeys(empty, 0), plan.engines.ranks
     for bucket in range(len(plan.buckets)):
-        for parameter, source, target, slot, rows, columns, row, column, to_row, to_column in plan.transfers(bucket):
-            name = parameter.engine.partition("[")[0]  # type: ignore[union-attr]
-            tensor = empty[target][name] if slot is None else empty[target][name][slot]
-            piece = shards[source][parameter.megatron][row : row + rows, column : column + columns]
-            assert piece.shape == (rows, columns)
-            if tensor.ndim == 1:
-                tensor[to_row : to_row + rows] += piece[:, 0]
-            else:
-                tensor[to_row : to_row + rows, to_column : to_column + columns] += piece
-            got[target] += rows * columns * (source != target)
+        here: dict[int, list[Transfer]] = {rank: [] for rank in empty}
+        for one in plan.transfers(bucket):
+            piece = shards[one.source][one.parameter.megatron][one.from_row :, one.from_column :]
+            place(empty[one.target], one)[:] += piece[: one.rows, : one.columns]
+            got[one.target] += one.rows * one.columns * (one.source != one.target)
+            here[one.target].append(one)
+        for giver, getter in (pair for relay in plan.relays for pair in relay):
+            for source, target in zip(ranks[giver], ranks[getter], strict=True):
+                for one in here[source]:
+                    place(empty[target], one)[:] += place(empty[source], one)
+                    got[target] += one.rows * one.columns
+                here[target] += here[source]
     return got
+
+
+def place(state: State, one: Transfer) -> Array:
+    """Where an engine's rank has what it gets."""
+    assert one.parameter.engine is not None
+    tensor = state[one.parameter.engine.partition("[")[0]]
+    tensor = tensor if one.slot is None else tensor[one.slot]
+    found = tensor.reshape(matrix(tensor.shape))[one.to_row :, one.to_column :][: one.rows, : one.columns]
+    assert found.shape == (one.rows, one.columns)
+    return found
 
 
 def layouts(shape: ModelShape) -> Iterator[tuple[Layout, int]]:
@@ -241,13 +254,13 @@ def layouts(shape: ModelShape) -> Iterator[tuple[Layout, int]]:
 
 
 def engines_of(shape: ModelShape, world: int, generator: random.Random) -> Engines:
-    """On the trainer's own ranks, on some of them in any order, or on others."""
+    """On the trainer's own ranks, on some of them in any order, or on others; sometimes on more."""
     size = generator.choice([1, 2, 4, 8])
     expert = 1
     if shape.experts is not None:
         expert = generator.choice([n for n in (1, 2, 4) if size % n == 0])
     start = generator.choice([0, 0, world])
-    ranks = list(range(start, start + max(size, world)))
+    ranks = list(range(start, start + max(size, world, generator.choice([0, 0, 0, 12]))))
     if generator.random() < 0.25:
         generator.shuffle(ranks)
     count = generator.randint(1, len(ranks) // size)
@@ -256,14 +269,17 @@ def engines_of(shape: ModelShape, world: int, generator: random.Random) -> Engin
 
 @pytest.mark.parametrize("name", MODELS)
 def test_engines_get_what_their_loaders_would_have_cut(name: str, models: dict[str, Model]) -> None:
-    """Random layouts on both sides; each is written once, and over the wire comes only what the GPU does not have."""
-    model, generator = models[name], random.Random(name)
+    """Random layouts on both sides; each is written once, and over the wire comes only what the GPU does not have.
+
+    A rank of an engine that is not served gets all of its shard, for who passes it on does not ask what is there.
+    """
+    model, generator, seen = models[name], random.Random(name), Counter[str]()
     choices = list(layouts(model.shape))
     for number in range(220 if model.shape.experts is None else 130):
         layout, world = generator.choice(choices)
         engines = engines_of(model.shape, world, generator)
         training = Training(layout, world)
-        plan = make_plan(model.shape, training, engines, ranks_per_node=4, bucket_bytes=generator.choice([600, 10**6]))
+        plan = make_plan(model.shape, training, engines, ranks_per_node=4, bucket_bytes=generator.choice([1000, 10**6]))
         if number % 8 == 0:
             check(plan)
         held = trainer_states(model, tuple(layout), world)
@@ -273,24 +289,42 @@ def test_engines_get_what_their_loaders_would_have_cut(name: str, models: dict[s
         }
         have = {rank: {key: np.zeros_like(x) for key, x in state.items()} for rank, state in want.items()}
         got = execute(plan, held, have)
+        served = {rank for number in plan.served for rank in engines.ranks[number]}
         for rank, state in want.items():
             for key, tensor in state.items():
                 assert np.array_equal(have[rank][key], tensor), (rank, key, layout, world, engines)
-            own = np.zeros(model.size, dtype=bool)
-            own[0] = True  # padding
-            for shard in held[rank].values() if rank < world else ():
-                own[shard] = True
-            assert got[rank] == sum(np.count_nonzero(~own[x]) for x in state.values())
+            missing = np.ones(model.size, dtype=bool)
+            missing[0] = False  # padding
+            for shard in held[rank].values() if rank < world and rank in served else ():
+                missing[shard] = False
+            assert got[rank] == sum(np.count_nonzero(missing[x]) for x in state.values())
+        cut = any(item.rows < plan.cells[item.cell].pattern.rows for bucket in plan.buckets for item in bucket)
+        seen.update({"relays": bool(plan.relays), "relays of parts": bool(plan.relays) and cut, "parts": cut})
+    assert min(seen.values()) > 0, seen
 
 
-@pytest.mark.parametrize("limit", [1, 1000, 2500, 10**9])
-def test_buckets_are_bounded_and_hold_everything_once(limit: int, models: dict[str, Model]) -> None:
-    """But for a parameter larger than the limit, which is alone."""
-    training, engines = Training(Layout(tensor=2, pipeline=2, expert=2), 8), Engines(((0, 1, 2, 3), (4, 5, 6, 7)), 2)
+@pytest.mark.parametrize("limit", [1, 40, 1000, 2500, 10**9])
+@pytest.mark.parametrize("ranks", [((0, 1, 2, 3), (4, 5, 6, 7)), tuple((rank,) for rank in range(6, 14))])
+def test_buckets_are_bounded_both_ways(
+    limit: int, ranks: tuple[tuple[int, ...], ...], models: dict[str, Model]
+) -> None:
+    """But for a single row that is larger than the limit, which is alone."""
+    training, engines = Training(Layout(tensor=2, pipeline=2, expert=2), 8), Engines(ranks, min(2, len(ranks[0])))
     plan = make_plan(models["qwen3_moe"].shape, training, engines, ranks_per_node=8, bucket_bytes=limit)
     flow = traffic(plan)
-    for number, filled in enumerate((flow.received + flow.kept).max(1)):
-        assert filled <= limit or len(plan.buckets[number]) == 1
+    for number, bucket in enumerate(plan.buckets):
+        sent, got = Counter[int](), Counter[int]()
+        for one in plan.transfers(number):
+            nbytes = one.rows * one.columns * 2
+            sent[one.source] += nbytes * (one.source != one.target)
+            got[one.target] += nbytes
+        assert max([0, *sent.values(), *got.values()]) <= limit or (len(bucket) == 1 and bucket[0].rows == 1)
+        for relay in plan.relays:
+            for pair in relay:
+                for source, target in zip(*(engines.ranks[engine] for engine in pair), strict=True):
+                    got[target] += got[source]
+        assert [got[rank] for rank in range(plan.sides.ranks)] == (flow.received + flow.kept)[number].tolist()
+        assert [sent[rank] for rank in range(plan.sides.ranks)] == (flow.sent - flow.relayed)[number].tolist()
     assert (len(plan.buckets) == 1) == (limit == 10**9)
     check(plan)
 
@@ -336,6 +370,47 @@ def test_senders_share_the_load(layout: Layout, world: int, engines: list[Any], 
     plan = make_plan(QWEN3_8B, Training(layout, world), Engines(ranks), ranks_per_node=8, bucket_bytes=1 << 29)
     sent = traffic(plan).sent.sum(0)[:world]
     assert sent.max() <= most * sent.mean()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "engines", "size", "served"),
+    [
+        # as many ranks on both sides, or fewer in the engines: nothing is gained by relays
+        (8, Layout(tensor=2), 4, 2, 4),
+        (8, Layout(tensor=2, pipeline=2), 2, 2, 2),
+        # a rank of the trainer sends one shard, however many engines there are
+        (8, Layout(tensor=2), 16, 2, 4),
+        (8, Layout(tensor=2), 64, 2, 4),
+        (8, Layout(tensor=2, pipeline=2), 64, 8, 1),
+        (1, Layout(), 5, 1, 1),
+        # its one rank has to send all four shards in any case
+        (1, Layout(), 8, 4, 1),
+    ],
+)
+def test_engines_pass_on_what_the_trainer_would_send_too_often(
+    world: int, layout: Layout, engines: int, size: int, served: int
+) -> None:
+    ranks = tuple(tuple(range(first, first + size)) for first in range(world, world + engines * size, size))
+    plan = make_plan(QWEN3_8B, Training(layout, world), Engines(ranks), ranks_per_node=8, bucket_bytes=1 << 29)
+    assert len(plan.served) == served
+    assert len(plan.relays) == (engines // served - 1).bit_length()
+    flow = traffic(plan)
+    sent, got = (flow.sent - flow.relayed).sum(0), flow.received.sum(0)
+    assert sent.max() <= max(1.02, size / world) * got.max()
+    # the first of those that pass it on do so in each round
+    assert flow.relayed.sum(0).max() == len(plan.relays) * got.max()
+    assert flow.sent.sum() == flow.received.sum()
+
+
+def test_relays_leave_an_engine_beside_the_trainer_what_it_has() -> None:
+    """The trainer's ranks are those of the first of four engines, which keeps all and gives it to the others."""
+    engines = Engines(tuple(tuple(range(first, first + 4)) for first in range(0, 16, 4)))
+    plan = make_plan(QWEN3_8B, Training(Layout(tensor=4), 4), engines, ranks_per_node=8, bucket_bytes=1 << 29)
+    assert (plan.served, plan.relays) == ((0,), (((0, 1),), ((0, 2), (1, 3))))
+    flow = traffic(plan)
+    assert np.array_equal(flow.sent, flow.relayed)
+    assert not flow.received[:, :4].any()
+    assert np.array_equal(flow.received[:, 4:8], flow.kept[:, :4])
 
 
 def test_what_the_node_has_comes_from_the_node() -> None:
@@ -450,7 +525,69 @@ def test_check_notices(change: Callable[[Cell], Cell], what: str, models: dict[s
 def test_check_notices_a_missing_and_a_doubled_parameter(models: dict[str, Model]) -> None:
     training, engines = Training(Layout(expert=2), 4), Engines(((0, 1), (2, 3)), 2)
     plan = make_plan(models["mixtral"].shape, training, engines, ranks_per_node=8, bucket_bytes=1000)
-    with pytest.raises(PlanError, match=r"is sent 0 times"):
+    with pytest.raises(PlanError, match=r"rows \d+:\d+ are sent 0 times"):
         check(replace(plan, buckets=plan.buckets[:-1]))
-    with pytest.raises(PlanError, match=r"is sent 2 times"):
+    with pytest.raises(PlanError, match=r"rows \d+:\d+ are sent more than once"):
         check(replace(plan, buckets=(*plan.buckets, plan.buckets[0][:1])))
+
+
+@pytest.mark.parametrize(
+    ("row", "rows", "what"),
+    [
+        (1, -1, r"rows 0:1 are sent 0 times"),
+        (0, -1, r"rows \d+:\d+ are sent 0 times"),
+        (0, 1, r"rows \d+:\d+ are sent more than once"),
+        (0, -99, r"embed_tokens\.weight: rows"),
+    ],
+)
+def test_check_notices_other_rows(row: int, rows: int, what: str, models: dict[str, Model]) -> None:
+    plan = make_plan(
+        models["llama"].shape, Training(Layout(), 2), Engines(((0,), (1,))), ranks_per_node=8, bucket_bytes=600
+    )
+    check(plan)
+
+    def changed(item: Item) -> Item:
+        name = plan.cells[item.cell].parameters[item.k].engine
+        if item.row or name != "model.embed_tokens.weight":
+            return item
+        return item._replace(row=item.row + row, rows=item.rows + rows)
+
+    with pytest.raises(PlanError, match=what):
+        check(replace(plan, buckets=tuple(tuple(map(changed, bucket)) for bucket in plan.buckets)))
+
+
+@pytest.mark.parametrize(
+    ("served", "relays", "what"),
+    [
+        ((0,), (((0, 1),), ((0, 2),)), r"engine 3: gets each bucket 0 times, expected 1"),
+        ((), (((0, 1),), ((0, 2), (1, 3))), r"engine 0: does not have yet what it passes on, in round 0"),
+        ((0,), (((0, 1),), ((0, 2), (1, 3)), ((2, 3),)), r"engine 3: gets each bucket 2 times"),
+        ((0,), (((0, 1),), ((0, 2), (1, 2)), ((2, 3),)), r"engine 2: gets each bucket 2 times"),
+        ((0, 1), (((0, 1),), ((0, 2), (1, 3))), r"engine 1: gets each bucket 2 times"),
+        ((0,), (((0, 1),), ((0, 2), (2, 3))), r"engine 2: does not have yet what it passes on, in round 1"),
+        ((0,), (((0, 1), (0, 2)), ((1, 3),)), r"engine 0: passes on two at a time, in round 0"),
+        ((0,), (((0, 1),), ((0, 2), (1, 3)), ((0, 4),)), r"engine 4: gets each bucket 1 times, expected 0"),
+        ((0, 1), (((0, 2), (1, 3)),), r"rank 2 gets what the trainer's shard 0 has for it 0 times, expected 1"),
+    ],
+)
+def test_check_notices_other_relays(
+    served: tuple[int, ...], relays: tuple[Relay, ...], what: str, models: dict[str, Model]
+) -> None:
+    engines = Engines(((1,), (2,), (3,), (4,)))
+    plan = make_plan(models["llama"].shape, Training(Layout(), 1), engines, ranks_per_node=8, bucket_bytes=1000)
+    assert (plan.served, plan.relays) == ((0,), (((0, 1),), ((0, 2), (1, 3))))
+    check(plan)
+    with pytest.raises(PlanError, match=what):
+        check(replace(plan, served=served, relays=relays))
+
+
+def test_check_notices_buckets_that_are_too_large(models: dict[str, Model]) -> None:
+    """Of which a rank gets too much, or of which the trainer's one rank sends too much to an engine's two."""
+    for engines, what in ((Engines(((0,),)), "gets"), (Engines(((1, 2),)), "sends")):
+        training = Training(Layout(), 1)
+        plan = make_plan(models["llama"].shape, training, engines, ranks_per_node=8, bucket_bytes=3000)
+        check(plan)
+        with pytest.raises(PlanError, match=rf"bucket \d+: rank 0 {what} \d+ bytes of at most 3000"):
+            check(replace(plan, buckets=(plan.buckets[0] + plan.buckets[1], *plan.buckets[2:])))
+        with pytest.raises(PlanError, match=rf"bucket 0: rank 0 {what} \d+ bytes of at most 2000"):
+            check(replace(plan, bucket_bytes=2000))

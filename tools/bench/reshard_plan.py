@@ -5,7 +5,7 @@
     python tools/bench/reshard_plan.py --quick     the smallest and the largest of each model: under a minute
 
 Weights are bfloat16, nodes have 8 ranks, buckets at most 512 MiB. Layouts are what such models are trained and served
-with; "split" has the engines on ranks of their own, as many as the trainer's, otherwise both are on all ranks.
+with; "x8" has 8 engines on ranks of their own, otherwise both are on all ranks.
 DeepSeek-V3 has 61 layers, which no number of stages divides: it is planned with 64 where there are stages.
 
 Columns, GB of 10^9 bytes:
@@ -13,16 +13,21 @@ Columns, GB of 10^9 bytes:
   check     CPU seconds of the proof
   rank      CPU seconds of listing one rank's transfers of all buckets; transfers: their number
   shard     largest shard of an engine's rank
+  served    engines that the trainer serves, of all; rounds: in which these pass on each bucket to the others
   needed    lower bound, over 8 of the engines' ranks: the mean of what their shards have beyond what is on their GPU
-            already, from their boxes and not from the plan; most: the largest
-  got, sent largest of what any rank gets and sends
+            already, from their boxes and not from the plan; of engines that are not served, their shards; most: the
+            largest
+  got       largest of what any rank gets
+  sent      largest of what any rank of the trainer sends; passed: of what a rank of an engine passes on
   over      bytes that those 8 get, over their lower bound
   senders   the busiest sender over the mean of the trainer's ranks; by_got: over the rank that gets most
   whole     what a rank gets where all ranks gather the whole model, over what the busiest one gets here
-  buckets   their number; buffer: the largest part of one that a rank gets; sends: that a rank sends
+  buckets   their number; loose: over the fewest in which the busiest rank could send or get what it does
+  buffer    the largest part of a bucket that a rank needs; sends: that a rank of the trainer sends
 A ratio is nan where nothing moves.
 
-The last line has the worst of all cases, plan_v3_1024_s for DeepSeek-V3 on 1,024 ranks, and the smallest of `whole`.
+The last line has the worst of all cases, plan_v3_1024_s for DeepSeek-V3 on 1,024 ranks, the smallest of `whole`, and
+relayed_sent_over_got_worst, the largest by_got where some engines are not served.
 """
 
 from __future__ import annotations
@@ -72,13 +77,14 @@ class Case:
     world: int
     tensor: int
     expert: int = 1
-    split: bool = False
+    elsewhere: int = 0
+    """So many engines on ranks of their own; 0: on all of the trainer's."""
     quick: bool = False
 
     @property
     def engines(self) -> Engines:
-        first = self.world if self.split else 0
-        starts = range(first, first + self.world, self.tensor)
+        first, ranks = (self.world, self.elsewhere * self.tensor) if self.elsewhere else (0, self.world)
+        starts = range(first, first + ranks, self.tensor)
         return Engines(tuple(tuple(range(start, start + self.tensor)) for start in starts), self.expert)
 
     @property
@@ -87,27 +93,36 @@ class Case:
         parts = {"t": layout.tensor, "p": layout.pipeline, "e": layout.expert}
         trained = "".join(f"{key}{size}" for key, size in parts.items() if size > 1) or "whole"
         served = f"t{self.tensor}" + (f"e{self.expert}" if self.expert > 1 else "")
-        return f"{self.model:11} {self.world:5} {trained + '>' + served + (' split' if self.split else ''):22}"
+        served += f" x{self.elsewhere}" if self.elsewhere else ""
+        return f"{self.model:11} {self.world:5} {trained + '>' + served:18}"
 
 
 CASES = (
     Case("Qwen3-8B", QWEN3_8B, Layout(tensor=2), 8, 2, quick=True),
     Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4, pipeline=2), 8, 1, quick=True),
-    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4), 64, 2, split=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4), 64, 2, elsewhere=32),
     Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4, pipeline=2), 2048, 2, quick=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=2), 8, 1, elsewhere=64, quick=True),
+    Case("Qwen3-8B", QWEN3_8B, Layout(tensor=4, pipeline=2), 16, 2, elsewhere=16),
     Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=2), 16, 8, quick=True),
     Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 128, 4),
-    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 512, 8, split=True),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 512, 8, elsewhere=64),
     Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=8), 2048, 8, quick=True),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=2), 32, 8, elsewhere=8),
+    Case("Llama-3-70B", LLAMA3_70B, Layout(tensor=8, pipeline=4), 64, 4, elsewhere=64, quick=True),
     Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=16), 64, 8, 8, quick=True),
     Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 256, 16, 8),
-    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 512, 8, 1, split=True),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 512, 8, 1, elsewhere=64),
     Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=32), 2048, 8, 8, quick=True),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=8), 32, 8, elsewhere=32),
+    Case("Qwen3-235B", QWEN3_235B, Layout(tensor=4, pipeline=2, expert=16), 64, 8, 8, elsewhere=64, quick=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=4, expert=16), 64, 16, 16, elsewhere=8),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=4, expert=16), 64, 32, 32, elsewhere=64, quick=True),
     Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=16), 256, 16, 16),
     Case("DeepSeek-V3", DEEPSEEK_V3, Layout(expert=64), 1024, 32, 32, quick=True),
     Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 1024, 32, 32, quick=True),
     Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 1024, 32, 1),
-    Case("DeepSeek-V3", DEEPSEEK_64, Layout(tensor=2, pipeline=8, expert=32), 1024, 32, 32, split=True),
+    Case("DeepSeek-V3", DEEPSEEK_64, Layout(tensor=2, pipeline=8, expert=32), 1024, 32, 32, elsewhere=32),
     Case("DeepSeek-V3", DEEPSEEK_64, Layout(pipeline=16, expert=64), 2048, 32, 32, quick=True),
 )
 COLUMNS = {
@@ -116,15 +131,19 @@ COLUMNS = {
     "rank": "6.2f",
     "transfers": "9.0f",
     "shard": "7.2f",
+    "served": "7.0f",
+    "rounds": "6.0f",
     "needed": "7.2f",
     "most": "7.2f",
     "got": "7.2f",
     "sent": "7.2f",
+    "passed": "7.2f",
     "over": "6.3f",
     "senders": "7.3f",
     "by_got": "7.3f",
     "whole": "7.2f",
     "buckets": "7.0f",
+    "loose": "5.2f",
     "buffer": "6.2f",
     "sends": "6.2f",
 }
@@ -136,7 +155,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the smallest and the largest of each model")
     cases = [case for case in CASES if case.quick or not parser.parse_args().quick]
-    print(f"{'model':11} ranks {'layout':22}" + " ".join(f"{c:>{width(form)}}" for c, form in COLUMNS.items()))
+    print(f"{'model':11} ranks {'layout':18}" + " ".join(f"{c:>{width(form)}}" for c, form in COLUMNS.items()))
     rows = []
     for case in cases:
         rows.append(measure(case))
@@ -160,11 +179,14 @@ def measure(case: Case) -> Row:
     rank = engines.ranks[0][-1]
     transfers, rank_s = timed(lambda: sum(1 for b in range(len(plan.buckets)) for _ in plan.transfers(b, rank)))
     flow = traffic(plan)
-    sent, got, kept = (part.sum(0) for part in (flow.sent, flow.received, flow.kept))
+    sends = flow.sent - flow.relayed
+    sent, got, kept = (part.sum(0) for part in (sends, flow.received, flow.kept))
+    busiest = max(sent.max(), (got + kept).max())
+    served = {rank for number in plan.served for rank in engines.ranks[number]}
     ranks = np.array(engines.ranks).ravel()
     table = engine_parameters(case.shape, case.layout.tensor)
     some = np.unique(ranks[np.linspace(0, len(ranks) - 1, 8).astype(int)]).tolist()
-    needed = {rank: needed_bytes(case, table, rank) for rank in some}
+    needed = {rank: needed_bytes(case, table, rank, served=rank in served) for rank in some}
     whole = sum(int(np.prod(size)) for parameter in table for size in parameter.hf_shapes) * ITEM_BYTES
     return {
         "plan": plan_s,
@@ -172,17 +194,21 @@ def measure(case: Case) -> Row:
         "rank": rank_s,
         "transfers": transfers,
         "shard": (got + kept).max() / GB,
+        "served": len(plan.served),
+        "rounds": len(plan.relays),
         "needed": float(np.mean(list(needed.values()))) / GB,
         "most": max(needed.values()) / GB,
         "got": got.max() / GB,
         "sent": sent.max() / GB,
+        "passed": flow.relayed.sum(0).max() / GB,
         "over": over(sum(got[rank] for rank in some), sum(needed.values())),
         "senders": over(sent.max(), sent[: case.world].mean()),
         "by_got": over(sent.max(), got.max()),
         "whole": over(whole, got.max()),
         "buckets": len(plan.buckets),
+        "loose": len(plan.buckets) / math.ceil(busiest / BUCKET_BYTES),
         "buffer": (flow.received + flow.kept).max() / GB,
-        "sends": flow.sent.max() / GB,
+        "sends": sends.max() / GB,
     }
 
 
@@ -195,10 +221,10 @@ def timed(action: Callable[[], T]) -> tuple[T, float]:
     return action(), time.process_time() - start
 
 
-def needed_bytes(case: Case, table: Sequence[Parameter], rank: int) -> int:
-    """Of the engine's shard on `rank`, what the trainer does not hold there; reckoned without the plan."""
+def needed_bytes(case: Case, table: Sequence[Parameter], rank: int, *, served: bool) -> int:
+    """Of the engine's shard on `rank`, what the trainer does not hold there, or all if other engines send it."""
     place = next(ranks.index(rank) for ranks in case.engines.ranks if rank in ranks)
-    at = train_place(rank, case.world, case.layout) if rank < case.world else None
+    at = train_place(rank, case.world, case.layout) if served and rank < case.world else None
     layout, experts = case.layout, case.shape.experts
     counts: Counter[tuple[Parameter, bool]] = Counter()
     for parameter in table:
@@ -249,6 +275,8 @@ def headline(cases: Sequence[Case], rows: Sequence[Row]) -> str:
         "senders_worst": max(row["senders"] for row in moving),
         "gather_whole_over_got_least": min(row["whole"] for row in moving),
         "buffer_worst_gb": max(row["buffer"] for row in rows),
+        "sends_worst_gb": max(row["sends"] for row in rows),
+        "relayed_sent_over_got_worst": max(row["by_got"] for row in rows if row["rounds"]),
     }
     return " ".join(f"{name}={value:.3f}" for name, value in figures.items())
 
