@@ -81,7 +81,7 @@ def _check_buckets(plan: Plan) -> None:
     flow, limit = traffic(plan), plan.bucket_bytes
     for what, table in (("sends", flow.sent - flow.relayed), ("gets", flow.received + flow.kept)):
         for bucket in np.flatnonzero(table.max(1) > limit).tolist():
-            if len(plan.buckets[bucket]) > 1 or plan.buckets[bucket][0].rows > 1:
+            if len(plan.buckets[bucket]) > 1 or plan.buckets[bucket][0].rows > plan.rows_together:
                 rank = int(table[bucket].argmax())
                 raise PlanError(f"bucket {bucket}: rank {rank} {what} {table[bucket, rank]} bytes of at most {limit}")
 

@@ -60,21 +60,27 @@ class Precision:
     dtype: torch.dtype
     fp8: bool = False
 
-    def blocks(self, one: Transfer) -> list[Piece]:
-        """What arrives of a transfer: a block, and of one that is quantised its scales.
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError: what is quantised does not travel in whole blocks."""
+        for cell in plan.cells if self.fp8 else ():
+            if not any(map(is_quantised, cell.parameters)):
+                continue
+            pieces, name = cell.pattern.pieces, cell.parameters[0].engine
+            for column in ("to_row", "to_column", "rows", "columns"):
+                wrong = pieces[column][pieces[column] % BLOCK != 0]
+                if len(wrong):
+                    raise PlanError(
+                        f"{name}: FP8 has blocks of {BLOCK} x {BLOCK}, and with these layouts a rank has parts of other"
+                        f" sizes ({column} {wrong[0]}); split less, or leave out rollout.fp8"
+                    )
 
-        Raises PlanError: it is quantised, and not of whole blocks.
-        """
+    def blocks(self, one: Transfer) -> list[Piece]:
+        """What arrives of a transfer: a block, and of one that is quantised its scales."""
         name = str(one.parameter.engine).partition("[")[0]
         place = (one.to_row, one.to_column, one.rows, one.columns)
         if not (self.fp8 and is_quantised(one.parameter)):
             dtype = torch.float32 if one.parameter.float32 else self.dtype
             return [Piece(name, one.slot, *place, _name(dtype), 0)]
-        if any(number % BLOCK for number in place):
-            raise PlanError(
-                f"{name}: a rank has rows {one.to_row}:{one.to_row + one.rows}, columns {one.to_column}:"
-                f"{one.to_column + one.columns} of an engine's; for FP8 they must be multiples of {BLOCK}"
-            )
         row, column, rows, columns = (number // BLOCK for number in place)
         return [
             Piece(name, one.slot, *place, _name(torch.float8_e4m3fn), 0),
@@ -94,9 +100,11 @@ class Exchange:
     """This rank's part in a plan; each rank of torch's default group has one of the same plan."""
 
     def __init__(self, plan: Plan, rank: int, precision: Precision, *, device: torch.device, timeout_s: float) -> None:
-        """Raises PlanError: engines hold FP8, and parts are not of whole blocks."""
         self._rank, self._precision, self._device, self._timeout_s = rank, precision, device, timeout_s
-        self._routes = [self._route(list(plan.transfers(bucket, rank))) for bucket in range(len(plan.buckets))]
+        self._relays = [_relay(plan, rank, number) for number in range(len(plan.relays))]
+        first = _first(plan, rank)
+        self._served = first == rank
+        self._routes = [self._route(plan, bucket, first) for bucket in range(len(plan.buckets))]
         self._last: dict[tuple[int, int], Tensor] = {}
         """Heads that were last sent, by bucket and rank."""
 
@@ -128,25 +136,36 @@ class Exchange:
             else:
                 away.append(self._packed(number, peer, some, source, staging, amount))
                 staging = staging[len(away[-1].data) :]
-        others = {peer: self._heads(len(_blocks(some))) for peer, some in incoming.items() if peer != self._rank}
+        senders = [peer for peer in incoming if peer != self._rank] if self._served else []
+        others = {peer: self._heads(len(_blocks(incoming[peer]))) for peer in senders}
         self._travel(number, [(m.heads, m.peer) for m in away], [(heads, peer) for peer, heads in others.items()])
         for peer, heads in others.items():
             nbytes = _nbytes(_sent(_blocks(incoming[peer]), heads))
             came.append(_Message(peer, heads, free[:nbytes]))
             free = free[nbytes:]
         self._travel(number, *([(m.data, m.peer) for m in some if m.peer != self._rank] for some in (away, came)))
-        self._tell([(_blocks(incoming[message.peer]), message.heads) for message in came], delivery)
+        blocks = [block for some in incoming.values() for block in _blocks(some)]
+        heads = torch.cat([message.heads for message in came]) if came else self._heads(len(blocks))
+        for getter, giver in self._relays:
+            self._pass_on(number, heads, getter, giver)
+            self._pass_on(number, payload[: _nbytes(_sent(blocks, heads))], getter, giver)
+        self._tell(blocks, heads, delivery)
 
-    def _route(self, transfers: list[Transfer]) -> tuple[Route, Route]:
-        """Incoming and outgoing; this rank's own comes first."""
+    def _pass_on(self, bucket: int, data: Tensor, getter: int | None, giver: int | None) -> None:
+        out, into = ([] if peer is None else [(data, peer)] for peer in (getter, giver))
+        if out or into:
+            self._travel(bucket, out, into)
+
+    def _route(self, plan: Plan, bucket: int, first: int) -> tuple[Route, Route]:
+        """What comes for rank `first`, its own before others', and so at last here; and what goes from here."""
         incoming: Route = {}
         outgoing: Route = {}
-        for one in sorted(transfers, key=lambda one: one.source != self._rank):  # stable
-            with_blocks = one, self._precision.blocks(one)
-            if one.target == self._rank:
-                incoming.setdefault(one.source, []).append(with_blocks)
+        for one in sorted(plan.transfers(bucket, first), key=lambda one: one.source != first):  # stable
+            if one.target == first:
+                incoming.setdefault(one.source, []).append((one, self._precision.blocks(one)))
+        for one in plan.transfers(bucket, self._rank):
             if one.source == self._rank:
-                outgoing.setdefault(one.target, []).append(with_blocks)
+                outgoing.setdefault(one.target, []).append((one, self._precision.blocks(one)))
         return incoming, outgoing
 
     def _packed(
@@ -195,19 +214,36 @@ class Exchange:
                     f" {'take' if send else 'send'} {data.nbytes} bytes of new weights (bucket {bucket}): {error}"
                 ) from error
 
-    def _tell(self, came: Iterable[tuple[list[Piece], Tensor]], delivery: Delivery) -> None:
+    def _tell(self, blocks: list[Piece], heads: Tensor, delivery: Delivery) -> None:
         delivery.pieces, start = [], 0
-        for blocks, heads in came:
-            for block, (value, sent) in zip(blocks, heads.tolist(), strict=True):
-                before = delivery.sums.get(block.name, Sum(block.dtype, 0))
-                delivery.sums[block.name] = Sum(block.dtype, combined(before.value, value))
-                if sent:
-                    delivery.pieces.append(msgspec.structs.replace(block, offset=start))
-                    start += _nbytes([block])
+        for block, (value, sent) in zip(blocks, heads.tolist(), strict=True):
+            before = delivery.sums.get(block.name, Sum(block.dtype, 0))
+            delivery.sums[block.name] = Sum(block.dtype, combined(before.value, value))
+            if sent:
+                delivery.pieces.append(msgspec.structs.replace(block, offset=start))
+                start += _nbytes([block])
         delivery.nbytes += start
 
     def _heads(self, count: int) -> Tensor:
         return torch.empty(count, 2, dtype=torch.int64, device=self._device)
+
+
+def _relay(plan: Plan, rank: int, number: int) -> tuple[int | None, int | None]:
+    """To which rank this one passes on what it has in a round, and from which it gets it."""
+    to = origin = None
+    for giver, getter in plan.relays[number]:
+        for one, other in zip(plan.engines.ranks[giver], plan.engines.ranks[getter], strict=True):
+            to = other if one == rank else to
+            origin = one if other == rank else origin
+    return to, origin
+
+
+def _first(plan: Plan, rank: int) -> int:
+    """The rank that the trainer serves, from which in the end this one gets what it needs."""
+    for number in reversed(range(len(plan.relays))):
+        _, giver = _relay(plan, rank, number)
+        rank = rank if giver is None else giver
+    return rank
 
 
 def _blocks(some: list[tuple[Transfer, list[Piece]]]) -> list[Piece]:

@@ -164,6 +164,7 @@ class Plan:
     engines: Engines
     bucket_bytes: int
     item_bytes: int
+    rows_together: int
     served: tuple[int, ...]
     cells: tuple[Cell, ...]
     buckets: tuple[Bucket, ...]
@@ -197,13 +198,14 @@ def make_plan(
     ranks_per_node: int,
     bucket_bytes: int,
     item_bytes: int = 2,
+    rows_together: int = 1,
 ) -> Plan:
     """Plan for weights of `item_bytes` an element.
 
     In a bucket no rank of an engine gets more than `bucket_bytes`, and no rank of the trainer sends more to others; a
-    parameter that is too large is cut by rows of an engine's shard, at most into single rows. Parts come from the same
-    GPU if it has them, otherwise from the same node, otherwise from any rank that has them; those that could send take
-    turns.
+    parameter that is too large is cut by rows of an engine's shard, `rows_together` of which stay together. Parts come
+    from the same GPU if it has them, otherwise from the same node, otherwise from any rank that has them; those that
+    could send take turns.
 
     Raises PlanError: a size that does not divide, or a parameter of which it is not known where an engine holds it.
     """
@@ -234,9 +236,9 @@ def make_plan(
     while burden > _DIRECT and len(served) > 1:
         served = engines.spread(max(1, int(len(served) / burden)))
         cells, burden = serve(served)
-    buckets = _buckets(cells, sides.ranks, engines.ranks[served[0]], bucket_bytes)
+    buckets = _buckets(cells, sides.ranks, engines.ranks[served[0]], bucket_bytes, rows_together)
     relays = engines.relays(served)
-    return Plan(shape, training, engines, bucket_bytes, item_bytes, served, cells, buckets, relays)
+    return Plan(shape, training, engines, bucket_bytes, item_bytes, rows_together, served, cells, buckets, relays)
 
 
 _DIRECT = 1.25
@@ -348,14 +350,14 @@ _Load = tuple[Item, Ints, Ints]
 """Of an item, slots and the bytes in each: first what the ranks send to others, then what those of an engine need."""
 
 
-def _buckets(cells: Sequence[Cell], ranks: int, engine: Sequence[int], limit: int) -> tuple[Bucket, ...]:
+def _buckets(cells: Sequence[Cell], ranks: int, engine: Sequence[int], limit: int, together: int) -> tuple[Bucket, ...]:
     """Homes take turns, so that all senders have work in every bucket, and engine ranks with different experts too.
 
     The ranks of one `engine` stand for those of all, which need the same.
     """
     by_home: dict[Home, list[Iterator[_Load]]] = {}
     for number, cell in enumerate(cells):
-        by_home.setdefault(cell.home, []).append(_items(number, cell, ranks, engine, limit))
+        by_home.setdefault(cell.home, []).append(_items(number, cell, ranks, engine, limit, together))
     turns = zip_longest(*map(chain.from_iterable, by_home.values()))
     buckets: list[list[Item]] = []
     opened: deque[tuple[list[Item], Ints]] = deque(maxlen=_OPEN)
@@ -376,24 +378,25 @@ _OPEN = 4
 """So many buckets are open at a time: what one sender has no room for leaves room for others."""
 
 
-def _items(number: int, cell: Cell, ranks: int, engine: Sequence[int], limit: int) -> Iterator[_Load]:
+def _items(number: int, cell: Cell, ranks: int, engine: Sequence[int], limit: int, together: int) -> Iterator[_Load]:
     loads: list[_Load] = []
     for k in range(len(cell.parameters)):
         if not loads or not cell.steady:
-            loads = list(_cut(cell, Item(number, k, 0, cell.pattern.rows), ranks, engine, limit))
+            loads = list(_cut(cell, Item(number, k, 0, cell.pattern.rows), ranks, engine, limit, together))
         for item, slots, nbytes in loads:
             yield item._replace(k=k), slots, nbytes
 
 
-def _cut(cell: Cell, item: Item, ranks: int, engine: Sequence[int], limit: int) -> Iterator[_Load]:
+def _cut(cell: Cell, item: Item, ranks: int, engine: Sequence[int], limit: int, together: int) -> Iterator[_Load]:
     """By rows, into parts that fit into a bucket."""
     sent, needed, _ = np.bincount(*cell.flow(item, ranks), 3 * ranks).astype(np.int64).reshape(3, ranks)
     load = np.concatenate([sent, needed[list(engine)]])
-    parts = min(-(-int(load.max()) // limit), item.rows)
+    units = -(-item.rows // together)
+    parts = min(-(-int(load.max()) // limit), units)
     if parts < 2:
         slots = np.flatnonzero(load)
         yield item, slots, load[slots]
         return
     for part in range(parts):
-        start, stop = item.rows * part // parts, item.rows * (part + 1) // parts
-        yield from _cut(cell, item._replace(row=item.row + start, rows=stop - start), ranks, engine, limit)
+        start, stop = units * part // parts * together, min(units * (part + 1) // parts * together, item.rows)
+        yield from _cut(cell, item._replace(row=item.row + start, rows=stop - start), ranks, engine, limit, together)

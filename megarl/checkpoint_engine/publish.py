@@ -27,6 +27,7 @@ from megarl.config import DirectPublish, DiskPublish, FullPublish, ModelShape, P
 from megarl.rollout_engine import EngineError
 from megarl.runtime import ControlPlane
 from megarl.types import WeightVersion
+from megarl.weights import BLOCK
 
 _SLOTS = 2
 _MIB = 1 << 20
@@ -84,8 +85,10 @@ class Publisher:
             some = Engines(tuple(engines.ranks[number] for number in numbers), engines.expert)
             # a rank has two slots of a bucket, and packs as much for others
             sizes = {"bucket_bytes": bucket * 2 // 3, "item_bytes": precision.dtype.itemsize}
-            plan = make_plan(shape, training, some, ranks_per_node=ranks_per_node, **sizes)
+            together = BLOCK if precision.fp8 else 1
+            plan = make_plan(shape, training, some, ranks_per_node=ranks_per_node, rows_together=together, **sizes)
             check(plan)
+            precision.check(plan)
             return Exchange(plan, control.rank, precision, device=device, timeout_s=timeout_s)
 
         self._make_exchange = exchange

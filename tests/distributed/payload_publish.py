@@ -26,6 +26,8 @@ CASES: list[tuple[str, Layout, int, Engines]] = [
     ("qwen3", Layout(tensor=2, pipeline=2), 4, Engines(((0, 1), (2, 3)))),
     ("llama", Layout(), 2, Engines(((2, 3),))),
     ("qwen2", Layout(tensor=2), 2, Engines(((0,), (2,), (3,)))),
+    ("qwen3", Layout(), 1, Engines(((1,), (2,), (3,)))),  # which are relayed to
+    ("llama", Layout(), 1, Engines(((0,), (3,), (1,), (2,)))),
     ("gemma3", Layout(pipeline=2), 4, Engines(((0, 1, 2, 3),))),
     ("qwen3_moe", Layout(expert=2), 4, Engines(((0, 1), (2, 3)), 2)),
     ("mixtral", Layout(tensor=2, expert=2, expert_tensor=2), 4, Engines(((0, 1, 2, 3),), 2)),

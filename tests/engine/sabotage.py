@@ -21,13 +21,12 @@ from megarl.rollout_engine import Engine
 _calls = 0
 
 
-def advantage(outcomes: Outcomes, *, fault: str, step: int, rank: int) -> Tensor:
-    """GRPO's; in step `step` (from 1) rank `rank` prepares its `fault`."""
+def advantage(outcomes: Outcomes, *, faults: list[str], rank: int) -> Tensor:
+    """GRPO's; in step n rank `rank` prepares the n-th of its `faults`."""
     global _calls
+    if _calls < len(faults) and int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == rank:
+        FAULTS[faults[_calls]]()
     _calls += 1
-    mine = int(os.environ.get("OMPI_COMM_WORLD_RANK", "0")) == rank
-    if _calls == step and mine:
-        FAULTS[fault]()
     return ADVANTAGES["grpo"](outcomes)
 
 

@@ -22,11 +22,14 @@ from tests.families import write_model
 pytestmark = pytest.mark.engine
 
 MISMATCH_LIMIT = 1e-4  # DESIGN's bound for float32
-LAYOUTS: dict[str, list[tuple[int, dict[str, Any]]]] = {
-    "qwen3": [(2, {}), (4, {"tensor": 2, "pipeline": 2})],
-    "qwen3_moe": [(2, {"expert": 2}), (4, {"expert": 2, "tensor": 2})],
+LAYOUTS: dict[tuple[str, int], list[tuple[int, dict[str, Any], list[int]]]] = {
+    ("qwen3", 1): [(2, {}, [1, 2]), (4, {"tensor": 2, "pipeline": 2}, [1, 2])],
+    ("qwen3", 2): [(2, {}, [1]), (4, {"tensor": 2, "pipeline": 2}, [1, 2])],
+    ("qwen3_moe", 1): [(2, {"expert": 2}, [1, 2])],
+    ("qwen3_moe", 2): [(4, {"expert": 2, "tensor": 2}, [1, 2])],
 }
-"""Ranks and how they train; what is left over is data-parallel."""
+"""By model and an engine's ranks: the trainer's ranks, how they train (what is left over is data-parallel), and the
+numbers of engines."""
 WIDTHS = {"qwen3": {"intermediate_size": 64}, "qwen3_moe": {"intermediate_size": 64, "moe_intermediate_size": 64}}
 """On a CPU SGLang pads others to a multiple of 32 for each rank."""
 
@@ -39,7 +42,7 @@ class Running:
     engines: list[Engine]
 
 
-@pytest.fixture(scope="module", params=[("qwen3", 1), ("qwen3", 2), ("qwen3_moe", 1), ("qwen3_moe", 2)])
+@pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two engines. (On a CPU they compute with all experts of a layer on each rank, or a slice of each.)"""
     family, tensor = request.param
@@ -73,8 +76,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_engines_say_what_the_trainer_would(running: Running, tmp_path: Path) -> None:
     """In every layout, with one engine and with two; a bit that is lost on the way is noticed."""
-    for world, layout in LAYOUTS[running.family]:
-        counts = [count for count in (1, 2) if count * running.tensor <= world]
+    for world, layout, counts in LAYOUTS[running.family, running.tensor]:
         for count, seen in publish(running, world, layout, counts, "direct", tmp_path / str(world)).items():
             assert max(map(max, seen.errors)) <= MISMATCH_LIMIT
             published = [*range(1, UPDATES + 1), UPDATES + 2]
@@ -103,5 +105,18 @@ def publish(
     addresses = [engine.address for engine in running.engines]
     plan = Plan(running.model, layout, addresses, ranks, {"type": method}, counts, out)
     plan.write(out / "plan.json")
-    run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
+    with paused(running.engines[max(counts) :]):
+        run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
     return {count: Seen.read(out / f"seen_{count}.json") for count in counts}
+
+
+@contextlib.contextmanager
+def paused(engines: list[Engine]) -> Iterator[None]:
+    """The ranks of an engine poll while they are idle, which takes the cores from others."""
+    processes = [psutil.Process(engine.child.process.pid) for engine in engines]
+    processes += [child for process in processes for child in process.children(recursive=True)]
+    for process in processes:
+        process.suspend()
+    yield
+    for process in processes:
+        process.resume()
