@@ -10,7 +10,7 @@ import numpy as np
 from megarl.checkpoint_engine.plan import Cell, Pattern, Plan
 from megarl.checkpoint_engine.sides import Ints, Kind, PlanError, Sides, Table, box_table
 from megarl.checkpoint_engine.traffic import traffic
-from megarl.weights import Parameter, engine_parameters, matrix
+from megarl.weights import Parameter, matrix, model_parameters
 
 _AT_ONCE = 1 << 20  # pairs of a piece and a box that are compared at a time, some 10 bytes each
 
@@ -22,7 +22,7 @@ def check(plan: Plan) -> None:
     the rank at fault.
     """
     sides = plan.sides
-    table = engine_parameters(plan.shape, plan.training.layout.tensor)
+    table = model_parameters(plan.shape, plan.training.layout.tensor)
     _check_rows(plan, table)
     _check_tensors(table)
     _check_relays(plan)

@@ -36,7 +36,7 @@ from megarl.checkpoint_engine.sides import (
     integers,
 )
 from megarl.config import ModelShape
-from megarl.weights import Parameter, engine_parameters, matrix
+from megarl.weights import Parameter, matrix, model_parameters
 
 PIECE = integers("pair", "part", "row", "column", "rows", "columns", "from_row", "from_column", "to_row", "to_column")
 """What source shard pair // target_split and target shard pair % target_split have in common: a box, and where it lies
@@ -212,7 +212,7 @@ def make_plan(
     sides = Sides(shape, training, engines, item_bytes)
     patterns: dict[Kind, Pattern] = {}
     members: dict[tuple[Kind, Home], list[Parameter]] = {}
-    for parameter in engine_parameters(shape, training.layout.tensor):
+    for parameter in model_parameters(shape, training.layout.tensor):
         kind = sides.kind(parameter)
         if kind not in patterns:
             patterns[kind] = _pattern(kind, sides, parameter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AnyRecipe, Critic, InformativeGroups, Layout, RlRecipe, SftBatch
+from megarl.config.recipe import AnyRecipe, Critic, DirectPublish, InformativeGroups, Layout, RlRecipe, SftBatch
 from megarl.config.reward import Serving
 
 _MOST_NAMED = 64
@@ -192,7 +192,7 @@ def _reward(recipe: RlRecipe) -> list[str]:
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
-    problems, size = _unverifiable(shape), recipe.rollout.tensor_parallel
+    problems, size = [*_engine_experts(recipe, shape), *_fp8(recipe)], recipe.rollout.tensor_parallel
     served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
     for key, serving in ({"rollout": recipe.rollout} | served).items():
         problems += _serving(key, serving, world, ranks_per_node)
@@ -261,20 +261,42 @@ def _dividing(shape: ModelShape, rows: int) -> str:
     return ", ".join(str(n) for n in range(1, _MOST_NAMED + 1) if not _indivisible(shape, n, rows))
 
 
-def _unverifiable(shape: ModelShape) -> list[str]:
-    """Models of which it is not known where engines keep their weights, so that a publication cannot be verified."""
-    unknown = {
-        "experts": shape.experts is not None,
-        "latent attention": shape.latent is not None,
-        "windows or sinks": shape.window is not None or shape.sinks,
-        "norms of 1 + weight": shape.unit_norms,
-    }
-    return [
-        f"model.path: models with {what} can be fine-tuned, but not rolled out: where an engine keeps their weights is"
-        " not known, so that new ones could not be verified there"
-        for what, found in unknown.items()
-        if found
-    ]
+def _engine_experts(recipe: RlRecipe, shape: ModelShape) -> list[str]:
+    """How engines divide experts."""
+    size, groups, experts = recipe.rollout.tensor_parallel, recipe.rollout.expert_parallel, shape.experts
+    if experts is None:
+        if groups > 1:
+            return ["rollout.expert_parallel: this model has no experts; set it to 1"]
+        return []
+    if experts.bias:
+        return [
+            "model.path: experts with biases (gpt-oss) can be fine-tuned, but not rolled out: where an engine keeps"
+            " them depends on its kernel, so that new weights could not be sent there"
+        ]
+    if size % groups or experts.count % groups:
+        return [
+            f"rollout.expert_parallel: {groups} must divide rollout.tensor_parallel ({size}) and the model's"
+            f" {experts.count} experts"
+        ]
+    if experts.ffn % (size // groups):
+        return [
+            f"rollout: the {size // groups} ranks of an engine that share an expert (tensor_parallel / expert_parallel)"
+            f" do not divide the experts' width ({experts.ffn}); use more expert_parallel"
+        ]
+    return []
+
+
+def _fp8(recipe: RlRecipe) -> list[str]:
+    if not recipe.rollout.fp8:
+        return []
+    problems = []
+    if recipe.engine_dtype != "bfloat16":
+        problems.append("rollout.fp8: engines that hold FP8 compute in bfloat16; set rollout.dtype=bfloat16")
+    if not isinstance(recipe.publish, DirectPublish):
+        problems.append(
+            f"rollout.fp8: only weights that are sent are made FP8; set publish.type=direct, not {recipe.publish.type}"
+        )
+    return problems
 
 
 def _divisors(size: int) -> str:

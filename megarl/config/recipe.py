@@ -320,6 +320,11 @@ class RlRecipe(Stage):
         """Sequences in one step."""
         return self.batch.prompts * self.batch.group_size
 
+    @property
+    def engine_dtype(self) -> Literal["float32", "bfloat16"]:
+        """That of the engines' numbers."""
+        return self.rollout.dtype or self.model.dtype
+
 
 AnyRecipe = SftRecipe | RewardModelRecipe | RlRecipe
 Recipe = Annotated[AnyRecipe, Field(discriminator="type")]

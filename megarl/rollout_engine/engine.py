@@ -6,7 +6,9 @@ import contextlib
 import http.client
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -123,14 +125,19 @@ class Engine(EngineControl):
         log: Path,
         guard: Guard,
         answer_timeout_s: float,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Start the server, watched by `guard`; it becomes healthy while the caller does other things."""
+        """Start the server, watched by `guard`; it becomes healthy while the caller does other things.
+
+        `arguments` are further ones of SGLang; the recipe's own come on top.
+        """
         # the server binds them many seconds from now
         self._ports = server, distributed = hold_port(host), hold_port(host)
         address = EngineAddress(name, host, server.getsockname()[1])
         super().__init__(address, key, tensor_parallel=serving.tensor_parallel, timeout_s=answer_timeout_s)
         self._start_timeout_s, self._started = serving.start_timeout_s, time.monotonic()
         arguments = {
+            **arguments,
             "model_path": str(model.path),
             "dtype": model.dtype,
             "host": host,

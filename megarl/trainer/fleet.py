@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.checkpoint_engine import Engines, Precision, Published, Publisher, Training, clear_score_bias
-from megarl.config import DiskPublish, Model, RlRecipe, Serving, engine_leaders, scorer_leaders
+from megarl.checkpoint_engine import Engines, PlanError, Precision, Published, Publisher, Training, clear_score_bias
+from megarl.config import DiskPublish, Model, ModelShape, RecipeError, RlRecipe, Serving, engine_leaders, scorer_leaders
 from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.job import Job
+from megarl.weights import BLOCK
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
@@ -33,21 +37,11 @@ class Fleet:
         rank, world, size = job.info.rank, job.info.world, recipe.rollout.tensor_parallel
         leaders, sources = engine_leaders(world, size), recipe.reward.engines
         self._number = leaders.index(rank) if rank in leaders else None
+        ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
+        self._publisher = self._make_publisher(Engines(ranks, recipe.rollout.expert_parallel))
         self.engine = self._start_mine()
         mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
         self.scorers = {name: self._start(f"reward engine {name}", s.model, s, recipe.seed) for name, s in mine.items()}
-        ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
-        self._publisher = Publisher(
-            recipe.publish,
-            job.shape,
-            Training(recipe.layout, world),
-            Engines(ranks, recipe.rollout.expert_parallel),
-            job.control,
-            precision=Precision(getattr(torch, recipe.rollout.dtype or recipe.model.dtype), recipe.rollout.fp8),
-            device=job.device,
-            ranks_per_node=job.info.ranks_per_node,
-            timeout_s=recipe.runtime.deadline_s,
-        )
 
     def addresses(self) -> list[EngineAddress]:
         """Those of the rollout engines, on every rank."""
@@ -108,14 +102,36 @@ class Fleet:
         while not all(self._job.control.allgather(starting is None or starting.is_healthy(), bool, what="new engines")):
             time.sleep(_POLL_S)
 
+    def _make_publisher(self, engines: Engines) -> Publisher:
+        job, recipe = self._job, self._recipe
+        if recipe.rollout.fp8 and job.device.type == "cpu":
+            raise RecipeError("rollout.fp8: SGLang computes in FP8 on GPUs only, and this rank has none; leave it out")
+        try:
+            return Publisher(
+                recipe.publish,
+                job.shape,
+                Training(recipe.layout, job.info.world),
+                engines,
+                job.control,
+                precision=Precision(getattr(torch, recipe.engine_dtype), recipe.rollout.fp8),
+                device=job.device,
+                ranks_per_node=job.info.ranks_per_node,
+                timeout_s=recipe.runtime.deadline_s,
+            )
+        except PlanError as error:
+            raise RecipeError(f"layout and rollout: no plan for new weights: {error}") from None
+
     def _start_mine(self) -> Engine | None:
         recipe = self._recipe
         if self._number is None:
             return None
-        model = recipe.model.model_copy(update={"dtype": recipe.rollout.dtype or recipe.model.dtype})
-        return self._start(f"engine {self._number}", model, recipe.rollout, recipe.seed + self._number)
+        model = recipe.model.model_copy(update={"dtype": recipe.engine_dtype})
+        arguments = _arguments(recipe, self._job.shape, self._job.device.type)
+        return self._start(f"engine {self._number}", model, recipe.rollout, recipe.seed + self._number, arguments)
 
-    def _start(self, name: str, model: Model, serving: Serving, seed: int) -> Engine:
+    def _start(
+        self, name: str, model: Model, serving: Serving, seed: int, arguments: Mapping[str, Any] = MappingProxyType({})
+    ) -> Engine:
         job = self._job
         return Engine(
             model,
@@ -127,5 +143,24 @@ class Fleet:
             seed=seed,
             log=job.run.logs / f"{name.replace(' ', '_')}.log",
             guard=job.guard,
+            arguments=arguments,
             answer_timeout_s=self._recipe.runtime.deadline_s * ENGINE_SHARE,
         )
+
+
+def _arguments(recipe: RlRecipe, shape: ModelShape, device: str) -> dict[str, Any]:
+    """Those of SGLang with which engines keep weights where the weight table says."""
+    arguments: dict[str, Any] = {}
+    if shape.experts is not None:
+        arguments["disable_shared_experts_fusion"] = True
+        if device != "cpu":
+            arguments["moe_runner_backend"] = "triton"
+    if recipe.rollout.fp8:
+        # its weights on disk are not FP8, and the first version is sent before anything is asked
+        arguments["load_format"] = "dummy"
+        arguments["json_model_override_args"] = json.dumps({"quantization_config": _FP8})
+        arguments["fp8_gemm_runner_backend"] = "triton"  # others may keep scales in an order of their own
+    return arguments
+
+
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}

@@ -14,7 +14,7 @@ from megarl.weights.parameter import Parameter
 from megarl.weights.places import Place, find_place, open_source
 from megarl.weights.sources import HfSource, Source
 from megarl.weights.staging import publish
-from megarl.weights.table import engine_parameters, model_parameters
+from megarl.weights.table import model_parameters
 
 __all__ = [
     "BLOCK",
@@ -34,7 +34,6 @@ __all__ = [
     "convert",
     "copy_config",
     "describe",
-    "engine_parameters",
     "find_place",
     "fingerprint",
     "hf_specs",

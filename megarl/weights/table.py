@@ -13,16 +13,12 @@ from megarl.weights.parameter import Parameter
 
 
 def model_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
-    """All parameters of a model, in a fixed order; `tensor` decides the vocabulary's padding."""
-    return engine_parameters(shape, tensor)
+    """All parameters of a model, in a fixed order; `tensor` decides the vocabulary's padding.
 
-
-def engine_parameters(shape: ModelShape, tensor: int) -> list[Parameter]:
-    """`model_parameters` with the places in an engine of all for which they are known.
-
-    Those of SGLang 0.5.23 without quantization, its stacks of experts as the Triton kernels want them, its shared
-    experts apart (`--disable-shared-experts-fusion`) and without SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.
-    With tied embeddings there is no output parameter: a last pipeline stage holds a copy of the embedding.
+    Their places in an engine, where they are known, are those of SGLang 0.5.23, its stacks of experts as the Triton
+    kernels want them, its shared experts apart (`--disable-shared-experts-fusion`) and without
+    SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED. With tied embeddings there is no output parameter: a last pipeline stage holds a
+    copy of the embedding.
     """
     vocabulary = Vocabulary(dim=0, vocab=shape.vocab, padded=shape.padded_vocab(tensor))
     table, final = ((shape.vocab, shape.hidden),), "model.norm.weight"

@@ -5,6 +5,7 @@ That each step's log-probabilities are those of its own version is seen by the m
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 RECIPE = "launch/recipes/carry_addition_rl.yaml"
 MISMATCH_LIMIT = 1e-4
-DEADLINE_S = 30.0
+DEADLINE_S = 20.0
 
 
 FAULTS = {
@@ -61,6 +62,7 @@ def test_a_rank_that_is_stopped_is_named(
         wait_until(lambda: {"rank 1", "scheduler 1"} <= job.processes().keys(), START_LIMIT_S, job.output)
         processes = job.processes()
         assert job.wait() != 0
-        assert f"rank 0 waited {DEADLINE_S:.0f} s for rank 1 to send" in job.output(), job.output()[-3000:]
+        said = rf"rank 0 waited {DEADLINE_S:.0f} s for rank 1 to (take|send)"
+        assert re.search(said, job.output()), job.output()[-3000:]
         assert_all_gone(processes, END_LIMIT_S)
         assert job.metrics() == []

@@ -9,13 +9,11 @@ import pytest
 
 from megarl.config import (
     Experts,
-    LatentAttention,
     ModelShape,
     RecipeError,
     RlRecipe,
     Rope,
     SftRecipe,
-    Window,
     check_recipe,
     load_recipe,
 )
@@ -30,16 +28,36 @@ def recipe_of(directory: Path, *overrides: str) -> SftRecipe | RlRecipe:
     return load_recipe(directory / "rl.yaml", ["batch.prompts=24", *overrides])
 
 
-def test_a_model_whose_engines_cannot_be_verified_is_only_fine_tuned(tmp_path: Path) -> None:
-    recipe = recipe_of(tmp_path)
-    for change, what in [
-        ({"experts": Experts(8, 2, 16, layers=(0,))}, "experts"),
-        ({"latent": LatentAttention(None, 8, 8, 8, 8)}, "latent attention"),
-        ({"window": Window(8, layers=(0,))}, "windows or sinks"),
-        ({"unit_norms": True}, "norms of 1 \\+ weight"),
+def test_what_engines_cannot_do_with_experts_is_refused(tmp_path: Path) -> None:
+    experts = Experts(8, 2, 18, layers=(0,))
+    moe = replace(GIVEN, experts=experts)
+    for overrides, shape, said in [
+        (
+            ["rollout.expert_parallel=2"],
+            GIVEN,
+            "expert_parallel: this model has no experts",
+        ),
+        (
+            [],
+            replace(GIVEN, experts=replace(experts, bias=True)),
+            r"model.path: experts with biases \(gpt-oss\)",
+        ),
+        (["rollout.expert_parallel=2"], moe, r"2 must divide rollout.tensor_parallel \(1\) and the model's 8 experts"),
+        (["rollout.tensor_parallel=4"], moe, r"the 4 ranks of an engine .* do not divide the experts' width \(18\)"),
     ]:
-        with pytest.raises(RecipeError, match=f"model.path: models with {what} can be fine-tuned, but not rolled out"):
-            check_recipe(recipe, replace(GIVEN, **change), world=6, ranks_per_node=6)
+        with pytest.raises(RecipeError, match=said):
+            check_recipe(recipe_of(tmp_path, *overrides), shape, world=8, ranks_per_node=8)
+    recipe = recipe_of(tmp_path, "rollout.tensor_parallel=4", "rollout.expert_parallel=4")
+    check_recipe(recipe, moe, world=8, ranks_per_node=8)
+
+
+def test_fp8_is_sent_to_engines_that_compute_in_bfloat16(tmp_path: Path) -> None:
+    for overrides, said in [
+        (["rollout.fp8=true"], "rollout.fp8: engines that hold FP8 compute in bfloat16; set rollout.dtype=bfloat16"),
+        (["rollout.fp8=true", "rollout.dtype=bfloat16", "publish.type=full"], "set publish.type=direct, not full"),
+    ]:
+        with pytest.raises(RecipeError, match=said):
+            check_recipe(recipe_of(tmp_path, *overrides), GIVEN, world=6, ranks_per_node=6)
 
 
 def test_ranks_share_key_value_heads_but_never_attention_heads(tmp_path: Path) -> None:
@@ -63,6 +81,4 @@ def test_balance_is_for_experts_and_their_bias(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"balance.bias_update_rate: this model's routers have no correction bias"):
         check_recipe(recipe, replace(GIVEN, experts=experts), world=6, ranks_per_node=6)
     biased = replace(GIVEN, experts=replace(experts, correction_bias=True))
-    with pytest.raises(RecipeError) as error:  # the model is refused, but not for this
-        check_recipe(recipe, biased, world=6, ranks_per_node=6)
-    assert "balance" not in str(error.value)
+    check_recipe(recipe, biased, world=6, ranks_per_node=6)

@@ -24,7 +24,7 @@ from megarl.checkpoint_engine.plan import Cell, Item, Plan, Transfer, make_plan
 from megarl.checkpoint_engine.sides import Engines, PlanError, Relay, Training
 from megarl.checkpoint_engine.traffic import traffic
 from megarl.config import Layout, ModelShape, Rope, read_model_shape, train_place
-from megarl.weights import Parameter, engine_parameters, matrix
+from megarl.weights import Parameter, matrix, model_parameters
 from tests.families import family_config
 
 Array = NDArray[Any]
@@ -77,7 +77,7 @@ def small_model(name: str, directory: Path) -> Model:
     family_config(family, **fields).save_pretrained(directory)
     shape = read_model_shape(directory)
     tensors, start = {}, 1
-    for parameter in engine_parameters(shape, 1):
+    for parameter in model_parameters(shape, 1):
         for hf, size in zip(parameter.hf, parameter.hf_shapes, strict=True):
             count = int(np.prod(size))
             tensors[hf] = np.arange(start, start + count).reshape(size)
@@ -166,7 +166,7 @@ def put(state: State, name: str, slot: int, slots: int, x: Array) -> None:
 def trainer_state(model: Model, layout: Layout, world: int, rank: int) -> State:
     """A rank's shards, as matrices, by Megatron's names in the whole model; cut as the weights are loaded."""
     place, state, shape = train_place(rank, world, layout), {}, model.shape
-    for parameter in engine_parameters(shape, layout.tensor):
+    for parameter in model_parameters(shape, layout.tensor):
         stages = {(layout.pipeline - 1) if parameter.last_stage else 0}
         if parameter.layer is not None:
             stages = {parameter.layer // (shape.layers // layout.pipeline // layout.interleave) % layout.pipeline}

@@ -44,7 +44,7 @@ import numpy as np
 
 from megarl.checkpoint_engine import Engines, Plan, Training, check, make_plan, traffic
 from megarl.config import Experts, LatentAttention, Layout, ModelShape, Rope, TrainPlace, train_place
-from megarl.weights import Box, EngineLayout, Parameter, engine_parameters
+from megarl.weights import Box, EngineLayout, Parameter, model_parameters
 
 NODE = 8
 BUCKET_BYTES = 512 << 20
@@ -184,7 +184,7 @@ def measure(case: Case) -> Row:
     busiest = max(sent.max(), (got + kept).max())
     served = {rank for number in plan.served for rank in engines.ranks[number]}
     ranks = np.array(engines.ranks).ravel()
-    table = engine_parameters(case.shape, case.layout.tensor)
+    table = model_parameters(case.shape, case.layout.tensor)
     some = np.unique(ranks[np.linspace(0, len(ranks) - 1, 8).astype(int)]).tolist()
     needed = {rank: needed_bytes(case, table, rank, served=rank in served) for rank in some}
     whole = sum(int(np.prod(size)) for parameter in table for size in parameter.hf_shapes) * ITEM_BYTES
