@@ -38,11 +38,15 @@ class ExchangeError(RuntimeError):
 
 @dataclass
 class Delivery:
-    """What came for this rank's engine: the pieces of the last bucket, the sums of all; and the bytes of all."""
+    """What came for this rank's engine: the pieces of the last bucket, the sums of all; and bytes.
+
+    `nbytes` came, of `planned` that the weights have.
+    """
 
     pieces: list[Piece] = field(default_factory=list)
     sums: dict[str, Sum] = field(default_factory=dict)
     nbytes: int = 0
+    planned: int = 0
 
 
 class _Message(NamedTuple):
@@ -223,6 +227,7 @@ class Exchange:
                 delivery.pieces.append(msgspec.structs.replace(block, offset=start))
                 start += _nbytes([block])
         delivery.nbytes += start
+        delivery.planned += _nbytes(blocks)
 
     def _heads(self, count: int) -> Tensor:
         return torch.empty(count, 2, dtype=torch.int64, device=self._device)

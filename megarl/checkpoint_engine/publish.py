@@ -52,10 +52,14 @@ class EngineTarget(Protocol):
 
 @dataclass(frozen=True)
 class Published:
-    """The outcome, the same on every rank: what is wrong with engines, by number, and the bytes that came for all."""
+    """The outcome, the same on every rank: what is wrong with engines, by number.
+
+    `nbytes` came for all of them, of `planned` that their weights have.
+    """
 
     failed: dict[int, str]
     nbytes: int
+    planned: int
 
 
 class Publisher:
@@ -190,8 +194,9 @@ class _Update:
         self._load(0, last=True)
         self._ask(lambda engine: engine.end_update(self._version))
         self._meet("end")
-        nbytes = self._control.allgather(self._delivery.nbytes, int, what=self._what("bytes"))
-        return Published(self._failed, sum(nbytes))
+        mine = self._delivery.nbytes, self._delivery.planned
+        nbytes, planned = zip(*self._control.allgather(mine, tuple[int, int], what=self._what("bytes")), strict=True)
+        return Published(self._failed, sum(nbytes), sum(planned))
 
     def close(self) -> None:
         self._thread.shutdown()

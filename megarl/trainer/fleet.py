@@ -75,18 +75,19 @@ class Fleet:
         if isinstance(self._recipe.publish, DiskPublish):
             directory = self._job.run.path / f"version_{version}"
             model.export_hf(directory)
-        restarts, wanted, nbytes = 0, None, 0
+        restarts, wanted, nbytes, planned = 0, None, 0, 0
         with self._job.guard.tolerating(f"engine {self._number}"):
             while True:
                 found = self._publisher.publish(version, model.weights, self.engine, directory=directory, only=wanted)
-                nbytes += found.nbytes
+                nbytes, planned = nbytes + found.nbytes, planned + found.planned
                 if not found.failed:
                     break
                 self._replace(found, restarts)
                 restarts, wanted = restarts + 1, list(found.failed)
         if directory is not None and self._job.control.rank == 0:
             shutil.rmtree(directory)
-        return {"publish/gb": nbytes / 1e9, "publish/engines_replaced": float(restarts)}
+        sent = {"publish/gb": nbytes / 1e9, "publish/sent_fraction": nbytes / planned}
+        return sent | {"publish/engines_replaced": float(restarts)}
 
     def _replace(self, found: Published, restarts: int) -> None:
         for number, error in found.failed.items():
