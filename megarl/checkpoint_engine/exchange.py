@@ -6,7 +6,8 @@ buckets in one order, and in each exchange all fingerprints before any piece, so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol
@@ -130,41 +131,41 @@ class Exchange:
         Raises ExchangeError: it names the rank that was waited for.
         """
         incoming, outgoing = self._routes[number]
-        room = sum(_nbytes(_blocks(some)) for peer, some in outgoing.items() if peer != self._rank)
-        staging = torch.empty(room if amount != "nothing" else 0, dtype=torch.uint8, device=self._device)
+        others = [peer for peer in outgoing if peer != self._rank]
+        room = sum(_nbytes(_blocks(outgoing[peer])) for peer in others) if amount != "nothing" else 0
+        staging = torch.empty(room, dtype=torch.uint8, device=self._device)
         away, came, free = [], [], payload
-        for peer, some in outgoing.items():
-            if peer == self._rank:
-                came = [self._packed(number, peer, some, source, payload, amount)]
-                free = payload[len(came[0].data) :]
-            else:
-                away.append(self._packed(number, peer, some, source, staging, amount))
-                staging = staging[len(away[-1].data) :]
+        for peer in others:
+            away.append(self._packed(number, peer, outgoing[peer], source, staging, amount))
+            staging = staging[len(away[-1].data) :]
         senders = [peer for peer in incoming if peer != self._rank] if self._served else []
-        others = {peer: self._heads(len(_blocks(incoming[peer]))) for peer in senders}
-        self._travel(number, [(m.heads, m.peer) for m in away], [(heads, peer) for peer, heads in others.items()])
-        for peer, heads in others.items():
-            nbytes = _nbytes(_sent(_blocks(incoming[peer]), heads))
-            came.append(_Message(peer, heads, free[:nbytes]))
+        heads = {peer: self._heads(len(_blocks(incoming[peer]))) for peer in senders}
+        with self._travelling(number, [(m.heads, m.peer) for m in away], [(heads[peer], peer) for peer in senders]):
+            pass
+        for peer in senders:
+            nbytes = _nbytes(_sent(_blocks(incoming[peer]), heads[peer]))
+            came.append(_Message(peer, heads[peer], free[:nbytes]))
             free = free[nbytes:]
-        self._travel(number, *([(m.data, m.peer) for m in some if m.peer != self._rank] for some in (away, came)))
+        with self._travelling(number, *([(m.data, m.peer) for m in some] for some in (away, came))):
+            if self._rank in outgoing:
+                own = self._packed(number, self._rank, outgoing[self._rank], source, free, amount)
+        came += [own] if self._rank in outgoing else []
         blocks = [block for some in incoming.values() for block in _blocks(some)]
-        heads = torch.cat([message.heads for message in came]) if came else self._heads(len(blocks))
+        all_heads = torch.cat([message.heads for message in came]) if came else self._heads(len(blocks))
         for getter, giver in self._relays:
-            self._pass_on(number, heads, getter, giver)
-            self._pass_on(number, payload[: _nbytes(_sent(blocks, heads))], getter, giver)
-        self._tell(blocks, heads, delivery)
+            self._pass_on(number, all_heads, getter, giver)
+            self._pass_on(number, payload[: _nbytes(_sent(blocks, all_heads))], getter, giver)
+        self._tell(blocks, all_heads, delivery)
 
     def _pass_on(self, bucket: int, data: Tensor, getter: int | None, giver: int | None) -> None:
-        out, into = ([] if peer is None else [(data, peer)] for peer in (getter, giver))
-        if out or into:
-            self._travel(bucket, out, into)
+        with self._travelling(bucket, *([] if peer is None else [(data, peer)] for peer in (getter, giver))):
+            pass
 
     def _route(self, plan: Plan, bucket: int, first: int) -> tuple[Route, Route]:
-        """What comes for rank `first`, its own before others', and so at last here; and what goes from here."""
+        """What comes for rank `first`, its own last, and so in the end for this rank; and what goes from this one."""
         incoming: Route = {}
         outgoing: Route = {}
-        for one in sorted(plan.transfers(bucket, first), key=lambda one: one.source != first):  # stable
+        for one in sorted(plan.transfers(bucket, first), key=lambda one: one.source == first):  # stable
             if one.target == first:
                 incoming.setdefault(one.source, []).append((one, self._precision.blocks(one)))
         for one in plan.transfers(bucket, self._rank):
@@ -201,14 +202,15 @@ class Exchange:
             self._last[bucket, peer] = heads
         return _Message(peer, heads.to(self._device), room[:end])
 
-    def _travel(self, bucket: int, out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]]) -> None:
-        """Send and receive at once."""
-        moves = [(True, *one) for one in out] + [(False, *one) for one in into]
-        moves = [one for one in moves if len(one[1])]
-        if not moves:
-            return
+    @contextmanager
+    def _travelling(
+        self, bucket: int, out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]]
+    ) -> Iterator[None]:
+        """Send and receive at once, while the block runs."""
+        moves = [(True, *one) for one in out if len(one[0])] + [(False, *one) for one in into if len(one[0])]
         operations = [dist.P2POp(dist.isend if send else dist.irecv, data, peer) for send, data, peer in moves]
-        works = dist.batch_isend_irecv(operations)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        yield
         for work, (send, data, peer) in zip(works, moves, strict=False):  # NCCL has one for all
             try:
                 work.wait(timedelta(seconds=self._timeout_s))

@@ -185,6 +185,7 @@ class _Update:
         """Engines read while ranks exchange fingerprints."""
         self._ask(lambda engine: engine.load_directory(directory))
         self._take_sums(source)
+        self._delivery.nbytes = self._delivery.planned
 
     def finish(self) -> Published:
         """Engines compare; those that hold the version go on."""
