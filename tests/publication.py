@@ -6,7 +6,7 @@ An engine's processes are stood in for by the rank that leads it, which opens th
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,19 +101,17 @@ class Model:
 
 
 class Target:
-    """An engine. `spoil` is called with its models before it is asked to compare."""
+    """An engine. Of its `calls` it fails at one that is `fail_at`."""
 
-    def __init__(self, models: list[Model], spoil: Callable[[list[Model]], None] | None = None) -> None:
-        self.models, self.calls, self._spoil = models, list[Any](), spoil
-        self.fail_at = ""
+    def __init__(self, models: list[Model]) -> None:
+        self.models, self.calls = models, list[Any]()
+        self.fail_at: Any = None
 
     def begin_update(self) -> None:
         self._call("begin")
 
     def load_slots(self, handles: list[bytes], *, last: bool) -> None:
         self._call("compare" if last else "load")
-        if last and self._spoil is not None:
-            self._spoil(self.models)
         for model, handle in zip(self.models, handles, strict=True):
             receive(model, pickle.loads(handle))  # type: ignore[arg-type]  # noqa: S301 (what SGLang does)
 

@@ -99,6 +99,7 @@ class Publisher:
         self._everyone = tuple(range(len(engines.ranks)))
         self._exchange = exchange(self._everyone)
         self._all_hold_the_last = False
+        self._kept: list[Slot] = []
 
     def publish(
         self,
@@ -116,7 +117,8 @@ class Publisher:
         """
         numbers = self._everyone if only is None else tuple(sorted(only))
         exchange = self._exchange if numbers == self._everyone else self._make_exchange(numbers)
-        update = _Update(self, exchange, numbers, engine, version)
+        slots = self._slots(exchange, numbers)
+        update = _Update(self._control, self._engines, exchange, slots, numbers, engine, version)
         try:
             match self._method:
                 case DirectPublish(changed_only=changed_only):
@@ -130,8 +132,23 @@ class Publisher:
             outcome = update.finish()
         finally:
             update.close()
+            if slots is not self._kept:
+                for slot in slots:
+                    slot.close()
         self._all_hold_the_last = not outcome.failed
         return outcome
+
+    def _slots(self, exchange: Exchange, numbers: Sequence[int]) -> list[Slot]:
+        """A GPU's memory is given back after each publication; a CPU's is kept, since new memory takes it longer."""
+        here = any(self._control.rank in self._engines.ranks[number] for number in numbers)
+        nbytes = exchange.slot_bytes if here and isinstance(self._method, DirectPublish) else 0
+        if self._device.type != "cpu":
+            return [Slot(nbytes, self._device) for _ in range(_SLOTS)]
+        if not self._kept or len(self._kept[0].payload) < nbytes:
+            for slot in self._kept:
+                slot.close()
+            self._kept = [Slot(nbytes, self._device) for _ in range(_SLOTS)]
+        return self._kept
 
 
 class _Update:
@@ -139,37 +156,33 @@ class _Update:
 
     def __init__(
         self,
-        publisher: Publisher,
+        control: ControlPlane,
+        engines: Engines,
         exchange: Exchange,
+        slots: Sequence[Slot],
         numbers: Sequence[int],
         engine: EngineTarget | None,
         version: WeightVersion,
     ) -> None:
-        self._control, self._exchange, self._version = publisher._control, exchange, version
-        rank, self._groups = self._control.rank, publisher._engines.ranks
-        self._number = next((number for number in numbers if rank in self._groups[number]), None)
-        team = () if self._number is None else self._groups[self._number]
+        self._control, self._exchange, self._slots, self._version = control, exchange, slots, version
+        rank, self._groups = control.rank, engines.ranks
+        team = next((self._groups[number] for number in numbers if rank in self._groups[number]), ())
         self._engine = engine if team[:1] == (rank,) else None
         self._delivery, self._failed = Delivery(), dict[int, str]()
         self._thread, self._loading = ThreadPoolExecutor(1), Future[str]()
         self._loading.set_result("")
-        direct = isinstance(publisher._method, DirectPublish)
-        nbytes = exchange.slot_bytes if direct and team else 0
-        self._slots = [Slot(nbytes, publisher._device) for _ in range(_SLOTS)]
-        handles = self._control.allgather([s.handle for s in self._slots], list[Handle], what=self._what("memory"))
+        handles = control.allgather([slot.handle for slot in slots], list[Handle], what=self._what("memory"))
         self._handles = [[handles[one][i] for one in team] for i in range(_SLOTS)]
         self._ask(lambda engine: engine.begin_update())
-        self._meet("pause")
 
     def direct(self, source: ShardSource, amount: Amount) -> None:
         """A bucket goes to ranks while engines take the one before."""
+        last = self._exchange.buckets - 1
         for number in range(self._exchange.buckets):
             slot = self._slots[number % _SLOTS]
             self._exchange.bucket(number, source, slot.payload, self._delivery, amount)
-            slot.write(Head(pieces=self._delivery.pieces))
-            self._meet(f"bucket {number}")
-            self._load(number % _SLOTS, last=False)
-        self._meet("last bucket")
+            sums = self._delivery.sums if number == last else {}
+            self._load(number % _SLOTS, Head(self._delivery.pieces, sums), what=f"bucket {number}")
 
     def full(self, source: WeightSource, bucket_bytes: int) -> None:
         """A rank that leads an engine sends it everything."""
@@ -179,41 +192,36 @@ class _Update:
                 self._delivery.nbytes += sum(tensor.nbytes for _, tensor in named)
                 self._ask(methodcaller("load_tensors", serialised(named)))
                 self._loading.result()
-        self._take_sums(source)
+        self._compare(source)
 
     def disk(self, source: ShardSource, directory: Path) -> None:
         """Engines read while ranks exchange fingerprints."""
         self._ask(lambda engine: engine.load_directory(directory))
-        self._take_sums(source)
-        self._delivery.nbytes = self._delivery.planned
+        self._compare(source)
 
     def finish(self) -> Published:
-        """Engines compare; those that hold the version go on."""
-        self._meet("weights")
-        self._slots[0].write(Head(sums=self._delivery.sums))
-        self._meet("fingerprints")
-        self._load(0, last=True)
+        """Engines that hold the version go on."""
         self._ask(lambda engine: engine.end_update(self._version))
-        self._meet("end")
-        mine = self._delivery.nbytes, self._delivery.planned
-        nbytes, planned = zip(*self._control.allgather(mine, tuple[int, int], what=self._what("bytes")), strict=True)
-        return Published(self._failed, sum(nbytes), sum(planned))
+        nbytes, planned = self._meet("end")
+        return Published(self._failed, nbytes, planned)
 
     def close(self) -> None:
         self._thread.shutdown()
-        for slot in self._slots:
-            slot.close()
 
-    def _take_sums(self, source: ShardSource) -> None:
+    def _compare(self, source: ShardSource) -> None:
+        """Only fingerprints travel."""
         for number in range(self._exchange.buckets):
             self._exchange.bucket(number, source, self._slots[0].payload, self._delivery, "nothing")
+        self._load(0, Head(sums=self._delivery.sums), what="fingerprints")
 
-    def _load(self, slot: int, *, last: bool) -> None:
-        """The engine's processes look at their slots of that number, and answer."""
+    def _load(self, number: int, head: Head, *, what: str) -> None:
+        """When all ranks have come here, the engine's processes look at their slots of that number, and answer."""
+        self._slots[number].write(head)
+        self._meet(what)
 
         def load(engine: EngineTarget) -> None:
-            handles = self._handles[slot]
-            engine.load_slots([handle.pickled for handle in handles], last=last)
+            handles = self._handles[number]
+            engine.load_slots([handle.pickled for handle in handles], last=bool(head.sums))
             for rank, handle in enumerate(handles):
                 if error := handle.answer():
                     raise EngineError(f"rank {rank} of the engine: {error}")
@@ -237,11 +245,18 @@ class _Update:
 
         self._loading = self._thread.submit(run)
 
-    def _meet(self, what: str) -> None:
-        """Wait for this rank's engine, then for all ranks, and learn whose engine has failed."""
-        errors = self._control.allgather(self._loading.result(), str, what=self._what(what))
+    def _meet(self, what: str) -> tuple[int, int]:
+        """Wait for this rank's engine, then for all ranks, and learn whose engine has failed.
+
+        Returns the bytes that came for all so far, and those that their weights have.
+        """
+        mine = self._loading.result(), self._delivery.nbytes, self._delivery.planned
+        errors, nbytes, planned = zip(
+            *self._control.allgather(mine, tuple[str, int, int], what=self._what(what)), strict=True
+        )
         leaders = {ranks[0]: number for number, ranks in enumerate(self._groups)}
         self._failed.update({leaders[rank]: error for rank, error in enumerate(errors) if error})
+        return sum(nbytes), sum(planned)
 
     def _what(self, what: str) -> str:
         return f"publication of version {self._version}: {what}"
