@@ -44,7 +44,7 @@ class Running:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """As many engines as are needed. (On a CPU they compute with all experts of a layer on each rank, or a slice of each.)"""
+    """As many engines as are needed. (On a CPU each rank of one has a slice of every expert.)"""
     family, tensor = request.param
     counts = [count for _, _, some in LAYOUTS[request.param] for count in some]
     path = tmp_path_factory.mktemp(family)
