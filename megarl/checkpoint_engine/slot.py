@@ -48,7 +48,7 @@ class Sum(msgspec.Struct, frozen=True, array_like=True):
     value: int
 
 
-class Head(msgspec.Struct):
+class Head(msgspec.Struct, forbid_unknown_fields=True):
     """What the engine is to do: copy the pieces, then compare the sums of all its tensors, if there are any."""
 
     pieces: list[Piece] = []

@@ -117,6 +117,16 @@ def test_an_engine_that_does_not_look_at_its_slot_is_named(shape: ModelShape) ->
     assert "its process did not look at what it was sent" in case.publish(engine)[0]
 
 
+def test_a_second_model_that_looks_at_a_slot_is_not_passed_over(shape: ModelShape) -> None:
+    """SGLang calls the loader for a draft model too; the answer of the first must not look like nothing to do."""
+    case = Case(shape, DirectPublish())
+    engine = case.engine()
+    engine.models *= 2
+    load = engine.load_slots
+    engine.load_slots = lambda handles, **more: load(handles * 2, **more)  # type: ignore[method-assign]
+    assert "unknown field" in case.publish(engine)[0]
+
+
 def test_an_error_in_the_engines_process_comes_back(shape: ModelShape) -> None:
     case = Case(shape, DirectPublish())
     engine = case.engine()
