@@ -31,6 +31,7 @@ from megarl.weights import BLOCK
 
 _SLOTS = 2
 _MIB = 1 << 20
+_COMPARED_MIB = 256  # where only fingerprints travel, so that this takes no memory
 
 
 class WeightSource(ShardSource, Protocol):
@@ -83,7 +84,7 @@ class Publisher:
         Raises PlanError: it is not known where an engine keeps a parameter, or sizes do not divide.
         """
         self._method, self._engines, self._control, self._device = method, engines, control, device
-        bucket = (method.bucket_mib if isinstance(method, DirectPublish) else 1) * _MIB
+        bucket = (method.bucket_mib if isinstance(method, DirectPublish) else _COMPARED_MIB) * _MIB
 
         def exchange(numbers: tuple[int, ...]) -> Exchange:
             some = Engines(tuple(engines.ranks[number] for number in numbers), engines.expert)
@@ -173,7 +174,7 @@ class _Update:
         self._loading.set_result("")
         handles = control.allgather([slot.handle for slot in slots], list[Handle], what=self._what("memory"))
         self._handles = [[handles[one][i] for one in team] for i in range(_SLOTS)]
-        self._ask(lambda engine: engine.begin_update())
+        self._ask(methodcaller("begin_update"))
 
     def direct(self, source: ShardSource, amount: Amount) -> None:
         """A bucket goes to ranks while engines take the one before."""
@@ -196,17 +197,19 @@ class _Update:
 
     def disk(self, source: ShardSource, directory: Path) -> None:
         """Engines read while ranks exchange fingerprints."""
-        self._ask(lambda engine: engine.load_directory(directory))
+        self._ask(methodcaller("load_directory", directory))
         self._compare(source)
 
     def finish(self) -> Published:
         """Engines that hold the version go on."""
-        self._ask(lambda engine: engine.end_update(self._version))
+        self._meet("comparison")
+        self._ask(methodcaller("end_update", self._version))
         nbytes, planned = self._meet("end")
         return Published(self._failed, nbytes, planned)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        # after an error the engine may take long to answer, and nobody waits for that
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _compare(self, source: ShardSource) -> None:
         """Only fingerprints travel."""

@@ -16,7 +16,7 @@ _NAMED = 5
 
 def receive(model: nn.Module, handle: list[tuple[str, Tensor]]) -> None:
     """Do what the slot says, and say there what went wrong: an exception would end the engine before it is heard."""
-    (slot,) = (OpenSlot(*part) for part in handle)
+    (slot,) = (OpenSlot(*part) for part in handle)  # unless it cannot even be opened
     try:
         error = _load(model, slot.read(), slot.payload)
     except Exception:  # noqa: BLE001 (the rank gets it)

@@ -192,7 +192,7 @@ def _reward(recipe: RlRecipe) -> list[str]:
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
-    problems, size = [*_engine_experts(recipe, shape), *_fp8(recipe)], recipe.rollout.tensor_parallel
+    problems, size = [*_engine_experts(recipe, shape), *_fp8(recipe, shape)], recipe.rollout.tensor_parallel
     served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
     for key, serving in ({"rollout": recipe.rollout} | served).items():
         problems += _serving(key, serving, world, ranks_per_node)
@@ -286,12 +286,20 @@ def _engine_experts(recipe: RlRecipe, shape: ModelShape) -> list[str]:
     return []
 
 
-def _fp8(recipe: RlRecipe) -> list[str]:
+_VOCABULARY_MULTIPLE = 64  # SGLang pads to it
+
+
+def _fp8(recipe: RlRecipe, shape: ModelShape) -> list[str]:
     if not recipe.rollout.fp8:
         return []
     problems = []
     if recipe.engine_dtype != "bfloat16":
         problems.append("rollout.fp8: engines that hold FP8 compute in bfloat16; set rollout.dtype=bfloat16")
+    if shape.vocab % _VOCABULARY_MULTIPLE or shape.vocab % recipe.rollout.tensor_parallel:
+        problems.append(
+            f"rollout.fp8: such engines start from random numbers, also where they pad the vocabulary; the model's"
+            f" {shape.vocab} tokens must divide by {_VOCABULARY_MULTIPLE} and by rollout.tensor_parallel"
+        )
     if not isinstance(recipe.publish, DirectPublish):
         problems.append(
             f"rollout.fp8: only weights that are sent are made FP8; set publish.type=direct, not {recipe.publish.type}"

@@ -52,9 +52,8 @@ class EngineControl:
         self._key, self._ranks, self._answer_timeout_s = key, tensor_parallel, timeout_s
 
     def begin_update(self) -> None:
-        """Before the first of new weights: from now on requests wait, and those that ran are computed anew."""
-        self._post("/pause_generation", {"mode": "retract"})
-        self._post("/begin_weight_update", {})
+        """Before the first of new weights: requests wait, and those that ran will go on with the new ones."""
+        self._post_all({"/pause_generation": {"mode": "retract"}, "/begin_weight_update": {}})
 
     def load_slots(self, handles: list[bytes], *, last: bool) -> None:
         """Each of the engine's ranks looks at the slot whose handle it gets.
@@ -73,9 +72,8 @@ class EngineControl:
 
     def end_update(self, version: int) -> None:
         """After the last: requests go on, with weights that are called `version`."""
-        self._post("/end_weight_update", {})
-        self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        self._post("/continue_generation", {})
+        new = {"new_version": str(version), "abort_all_requests": False}
+        self._post_all({"/end_weight_update": {}, "/update_weight_version": new, "/continue_generation": {}})
 
     def checksums(self) -> list[dict[str, str]]:
         """For each of the engine's ranks: parameter name to the hash of the rank's shard."""
@@ -85,9 +83,16 @@ class EngineControl:
     def _load(self, payloads: list[bytes], **options: Any) -> None:
         self._post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, **options})
 
-    def _post(self, path: str, body: dict[str, Any]) -> Any:
+    def _post_all(self, requests: Mapping[str, dict[str, Any]]) -> None:
+        """One after the other, in the time that one may take."""
+        end = time.monotonic() + self._answer_timeout_s
+        for path, body in requests.items():
+            self._post(path, body, max(0.1, end - time.monotonic()))
+
+    def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = None) -> Any:
+        timeout_s = self._answer_timeout_s if timeout_s is None else timeout_s
         try:
-            status, answer = self._request("POST", path, msgspec.json.encode(body), self._answer_timeout_s)
+            status, answer = self._request("POST", path, msgspec.json.encode(body), timeout_s)
         except (OSError, http.client.HTTPException) as error:
             raise EngineError(f"{self.name} did not answer {path}: {error!r}") from error
         text = answer.decode(errors="replace")
@@ -173,8 +178,9 @@ class Engine(EngineControl):
 
     def is_healthy(self) -> bool:
         """Whether an engine that was started answers by now. Raises EngineError, as `wait_healthy` does."""
-        with contextlib.suppress(OSError):
-            if self._request("GET", "/health", None, _HEALTH_TIMEOUT_S)[0] == http.HTTPStatus.OK:
+        timeout_s = min(_HEALTH_TIMEOUT_S, self._answer_timeout_s)
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            if self._request("GET", "/health", None, timeout_s)[0] == http.HTTPStatus.OK:
                 self._post("/freeze_gc", {})  # else each full collection walks a million objects that stay
                 return True
         if self.child.process.poll() is not None:

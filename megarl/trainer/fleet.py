@@ -6,12 +6,14 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.checkpoint_engine import Engines, PlanError, Precision, Published, Publisher, Training, clear_score_bias
+from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, clear_score_bias
 from megarl.config import DiskPublish, Model, ModelShape, RecipeError, RlRecipe, Serving, engine_leaders, scorer_leaders
 from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError
 from megarl.runtime import LOGGER, node_address
@@ -75,32 +77,48 @@ class Fleet:
         if isinstance(self._recipe.publish, DiskPublish):
             directory = self._job.run.path / f"version_{version}"
             model.export_hf(directory)
-        restarts, wanted, nbytes, planned = 0, None, 0, 0
-        with self._job.guard.tolerating(f"engine {self._number}"):
-            while True:
-                found = self._publisher.publish(version, model.weights, self.engine, directory=directory, only=wanted)
-                nbytes, planned = nbytes + found.nbytes, planned + found.planned
-                if not found.failed:
-                    break
-                self._replace(found, restarts)
-                restarts, wanted = restarts + 1, list(found.failed)
-        if directory is not None and self._job.control.rank == 0:
-            shutil.rmtree(directory)
-        sent = {"publish/gb": nbytes / 1e9, "publish/sent_fraction": nbytes / planned}
-        return sent | {"publish/engines_replaced": float(restarts)}
+        mine = nullcontext() if self._number is None else self._job.guard.tolerating(f"engine {self._number}")
+        try:
+            with mine:
+                return self._publish(model, version, directory)
+        finally:
+            if directory is not None and self._job.control.rank == 0:
+                shutil.rmtree(directory)
 
-    def _replace(self, found: Published, restarts: int) -> None:
-        for number, error in found.failed.items():
+    def _publish(self, model: ModelEngine, version: int, directory: Path | None) -> dict[str, float]:
+        nbytes = planned = restarts = replaced = 0
+        wanted = None
+        while True:
+            found = self._publisher.publish(version, model.weights, self.engine, directory=directory, only=wanted)
+            nbytes, planned = nbytes + found.nbytes, planned + found.planned
+            if not found.failed:
+                sent = {"publish/gb": nbytes / 1e9, "publish/sent_fraction": nbytes / planned}
+                return sent | {"publish/engines_replaced": float(replaced)}
+            wanted, failed = list(found.failed), found.failed
+            while failed:
+                self._report(failed, restarts)
+                restarts, replaced = restarts + 1, replaced + len(failed)
+                failed = self._replace(failed)
+
+    def _report(self, failed: Mapping[int, str], restarts: int) -> None:
+        for number, error in failed.items():
             LOGGER.warning("engine %d did not take new weights, and is started anew: %s", number, error)
         if restarts == self._recipe.rollout.restarts:
-            first = next(iter(found.failed.items()))
-            raise EngineError(f"engine {first[0]} failed after {restarts} restarts (rollout.restarts): {first[1]}")
+            number, error = next(iter(failed.items()))
+            raise EngineError(f"engine {number} failed after {restarts} restarts (rollout.restarts): {error}")
+
+    def _replace(self, failed: Mapping[int, str]) -> dict[int, str]:
+        """New engines for those that failed; returns which of the new ones did not start, and why."""
         starting = None
-        if self._number in found.failed and self.engine is not None:
+        if self.engine is not None and self._number in failed:
             self._job.guard.stop(self.engine.child)
             self.engine = starting = self._start_mine()
-        # asked again and again, since a start may take longer than a rank waits for another
-        while not all(self._job.control.allgather(starting is None or starting.is_healthy(), bool, what="new engines")):
+        while True:
+            # asked again and again, since a start may take longer than a rank waits for another
+            states = self._job.control.allgather(_state(starting), tuple[bool, str], what="start of new engines")
+            if all(done for done, _ in states):
+                size = self._recipe.rollout.tensor_parallel
+                return {rank // size: error for rank, (_, error) in enumerate(states) if error}
             time.sleep(_POLL_S)
 
     def _make_publisher(self, engines: Engines) -> Publisher:
@@ -147,6 +165,14 @@ class Fleet:
             arguments=arguments,
             answer_timeout_s=self._recipe.runtime.deadline_s * ENGINE_SHARE,
         )
+
+
+def _state(starting: Engine | None) -> tuple[bool, str]:
+    """Whether there is nothing more to wait for, and what went wrong."""
+    try:
+        return starting is None or starting.is_healthy(), ""
+    except EngineError as error:
+        return True, str(error)
 
 
 def _arguments(recipe: RlRecipe, shape: ModelShape, device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ROWS, _COLUMNS, _SLOTS = range(3)
-_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 25}  # elements that are 64-bit integers at a time; a CPU's stay in its cache
+_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 22}  # elements that are 64-bit integers at a time; a CPU's stay in its cache
 _MODULUS = 1 << 64
 
 

@@ -52,7 +52,9 @@ def test_what_engines_cannot_do_with_experts_is_refused(tmp_path: Path) -> None:
 
 
 def test_fp8_is_sent_to_engines_that_compute_in_bfloat16(tmp_path: Path) -> None:
+    assert GIVEN.vocab % 64
     for overrides, said in [
+        (["rollout.fp8=true"], r"tokens must divide by 64 and by rollout\.tensor_parallel"),
         (["rollout.fp8=true"], "rollout.fp8: engines that hold FP8 compute in bfloat16; set rollout.dtype=bfloat16"),
         (["rollout.fp8=true", "rollout.dtype=bfloat16", "publish.type=full"], "set publish.type=direct, not full"),
     ]:

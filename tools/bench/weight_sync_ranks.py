@@ -33,7 +33,6 @@ from megarl.config import (
 from megarl.model_engine import ModelEngine
 from megarl.rollout_engine import Engine
 from megarl.runtime import ControlPlane, Guard, connect, init_process_group, rank_info
-from megarl.runtime.network import LOOPBACK
 from tools.bench.weight_sync import LAYERS, METHODS, Measured, Plan, Publication
 
 CPU = torch.device("cpu")
@@ -75,7 +74,7 @@ def start_engine(plan: Plan, rank: int, guard: Guard) -> Engine | None:
         Model(path=plan.model),
         Rollout(tensor_parallel=len(plan.engines[number]), max_new_tokens=1, server_args=SERVER),
         name=f"engine {number}",
-        host=LOOPBACK,
+        host="127.0.0.1",
         key="key of the benchmark",
         device="cpu",
         seed=0,
