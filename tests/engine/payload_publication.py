@@ -25,7 +25,7 @@ from megarl.rollout_engine import EngineAddress, EngineControl
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
 from tests.distributed.payload_numerics import CPU, engine
-from tests.engine.publication_plan import KEY, UPDATES, Plan, Seen
+from tests.engine.publication_plan import KEY, Plan, Seen
 
 DEADLINE_S = 120.0
 
@@ -56,9 +56,9 @@ class Publications:
             TypeAdapter(Publish).validate_python(plan.publish),
             shape,
             Training(layout, control.world),
-            Engines(tuple(map(tuple, self.ranks)), plan.expert),
+            Engines(tuple(map(tuple, self.ranks))),
             control,
-            precision=Precision(getattr(torch, plan.dtype)),
+            precision=Precision(torch.float32),
             device=CPU,
             ranks_per_node=control.world,
             timeout_s=DEADLINE_S,
@@ -74,7 +74,7 @@ class Publications:
 
     def run(self) -> Seen:
         directory = self.plan.out / "version" if self.plan.publish["type"] == "disk" else None
-        for version in range(1, UPDATES + 1):
+        for version in range(1, self.plan.updates + 1):
             self.model.update(self.sequences, loss)
             if directory is not None:
                 self.model.export_hf(directory)
@@ -98,11 +98,11 @@ class Publications:
     def corrupt(self) -> None:
         if self.rank == self.ranks[-1][-1]:
             Slot.write = flipping  # type: ignore[method-assign]
-        self.seen.corrupted = self.publisher.publish(UPDATES + 1, self.model.weights, self.target).failed
+        self.seen.corrupted = self.publisher.publish(self.plan.updates + 1, self.model.weights, self.target).failed
         Slot.write = WRITE  # type: ignore[method-assign]
         if self.target is not None and self.number in self.seen.corrupted:
             self.target.end_update(0)  # instead of a new engine
-        again = self.publisher.publish(UPDATES + 2, self.model.weights, self.target)
+        again = self.publisher.publish(self.plan.updates + 2, self.model.weights, self.target)
         assert again.failed == {}, again.failed
         self.ask()
 

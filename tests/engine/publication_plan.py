@@ -9,11 +9,10 @@ from megarl.rollout_engine import EngineAddress
 from tests.distributed.json_file import JsonFile
 
 KEY = "key of the test"
-UPDATES = 5
 
 
 class Plan(JsonFile):
-    """Train `model` in `layout` and publish to the first of the engines, as many as each of `counts`.
+    """Train `model` in `layout`, and publish after each of `updates`, to as many of the engines as each of `counts`.
 
     Engine n is on the GPUs of `ranks[n]`.
     """
@@ -24,9 +23,8 @@ class Plan(JsonFile):
     ranks: list[list[int]]
     publish: dict[str, Any]
     counts: list[int]
+    updates: int
     out: Path
-    expert: int = 1
-    dtype: str = "float32"
 
 
 class Seen(JsonFile):
