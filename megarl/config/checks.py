@@ -196,6 +196,12 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
     served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
     for key, serving in ({"rollout": recipe.rollout} | served).items():
         problems += _serving(key, serving, world, ranks_per_node)
+    problems += [
+        f"rollout.server_args.{name}: would change where engines keep weights, and new ones could not be sent there; leave"
+        " it out"
+        for name in _PLACES
+        if name in recipe.rollout.server_args
+    ]
     if wrong := _indivisible(shape, size, rows=0):  # an engine repeats a key-value head that its ranks share
         problems.append(
             f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
@@ -222,6 +228,9 @@ _OWNED = (
     "tp_size",
     "weight_version",
 )
+
+
+_PLACES = ("dp_size", "json_model_override_args", "load_format", "pp_size", "quantization")
 
 
 def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:

@@ -174,7 +174,7 @@ class Rollout(Serving):
     tensor_parallel: PositiveInt = 1
     """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
     expert_parallel: PositiveInt = 1
-    """Groups of an engine's ranks among which each layer's experts are divided."""
+    """Groups of an engine's ranks among which experts are divided; it divides tensor_parallel and the experts."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
     """Sampling temperature of training rollouts, at least 0.01; the trainer scales its logits by it too."""
     max_new_tokens: PositiveInt
@@ -182,9 +182,9 @@ class Rollout(Serving):
     dtype: Literal["float32", "bfloat16"] | None = None
     """The engines' type of numbers; none: model.dtype. Weights are cast on their way."""
     fp8: bool = False
-    """Engines hold linear layers in 8 bits, which are made of the new weights on their way, in blocks of 128 x 128."""
+    """Linear layers are made FP8 on their way, in blocks of 128 x 128; needs GPUs, bfloat16 and publish.type direct."""
     restarts: NonNegativeInt = 2
-    """How often in a row an engine that fails to take new weights is started anew before the job is ended."""
+    """Rounds of new engines that one publication may take, for those that fail to take weights; then the job ends."""
 
 
 class DirectPublish(Section):
@@ -198,7 +198,7 @@ class DirectPublish(Section):
 
 class FullPublish(Section):
     type: Literal["full"]
-    """Each rank gathers whole tensors and sends them to its engine, which cuts them itself."""
+    """All ranks gather whole tensors; one that leads an engine sends it all of them, and the engine cuts them."""
     bucket_mib: PositiveInt = 256
     """Size (MiB) of the parts in which weights are gathered."""
 

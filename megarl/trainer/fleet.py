@@ -71,7 +71,7 @@ class Fleet:
         """Give all engines the model's weights as `version`; a collective of all ranks. Returns what is logged.
 
         An engine that fails is replaced by a new one, which gets that version before it serves. Raises EngineError:
-        one has failed as often as `rollout.restarts` allows.
+        one still fails after as many rounds as `rollout.restarts` allows.
         """
         directory = None
         if isinstance(self._recipe.publish, DiskPublish):
@@ -105,7 +105,9 @@ class Fleet:
             LOGGER.warning("engine %d did not take new weights, and is started anew: %s", number, error)
         if restarts == self._recipe.rollout.restarts:
             number, error = next(iter(failed.items()))
-            raise EngineError(f"engine {number} failed after {restarts} restarts (rollout.restarts): {error}")
+            raise EngineError(
+                f"engine {number} fails after {restarts} rounds of new engines (rollout.restarts): {error}"
+            )
 
     def _replace(self, failed: Mapping[int, str]) -> dict[int, str]:
         """New engines for those that failed; returns which of the new ones did not start, and why."""

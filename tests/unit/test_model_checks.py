@@ -51,6 +51,12 @@ def test_what_engines_cannot_do_with_experts_is_refused(tmp_path: Path) -> None:
     check_recipe(recipe, moe, world=8, ranks_per_node=8)
 
 
+def test_what_would_move_weights_in_engines_is_refused(tmp_path: Path) -> None:
+    recipe = recipe_of(tmp_path, "rollout.server_args={pp_size: 2, quantization: fp8}")
+    with pytest.raises(RecipeError, match=r"server_args\.pp_size: would change .*\n.*server_args\.quantization: would"):
+        check_recipe(recipe, GIVEN, world=6, ranks_per_node=6)
+
+
 def test_fp8_is_sent_to_engines_that_compute_in_bfloat16(tmp_path: Path) -> None:
     assert GIVEN.vocab % 64
     for overrides, said in [
