@@ -197,8 +197,8 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: in
     for key, serving in ({"rollout": recipe.rollout} | served).items():
         problems += _serving(key, serving, world, ranks_per_node)
     problems += [
-        f"rollout.server_args.{name}: would change where engines keep weights, and new ones could not be sent there; leave"
-        " it out"
+        f"rollout.server_args.{name}: would change where engines keep weights, so that no new ones could be sent;"
+        " leave it out"
         for name in _PLACES
         if name in recipe.rollout.server_args
     ]
