@@ -107,7 +107,7 @@ class ModelWeights:
     def _check_here(some: Iterable[_Held]) -> None:
         if not all(held.tensor.untyped_storage().nbytes() for held in some):
             # whoever has kept these weights, and does not ask the engine for them, would read from nowhere
-            raise PartAwayError('weights are needed that have been offloaded: call onload("parameters") first')
+            raise PartAwayError('who reads weights needs what has been offloaded: call onload("parameters") first')
 
     def _gather(self, bucket: list[Parameter], home: _Home) -> Bucket:
         """An all-gather over the tensor-parallel ranks that hold the bucket, then broadcasts to those that do not."""

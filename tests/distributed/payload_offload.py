@@ -138,6 +138,7 @@ def refused(model: ModelEngine, out: Path) -> dict[str, str]:
     ask("logprobs", lambda: model.logprobs(sequences()))
     ask("weights", lambda: model.weights)
     ask("hf_buckets", lambda: next(weights.hf_buckets(BUCKET_BYTES)))
+    ask("shard", lambda: weights.shard(weights.parameters[0]))
     ask("export_hf", lambda: model.export_hf(out))
     ask("save", lambda: model.save(out))
     ask("load", lambda: model.load(out, 0))

@@ -112,6 +112,7 @@ def test_using_what_is_away_is_refused(report: Report) -> None:
         "logprobs": '"parameters"',
         "weights": '"parameters"',
         "hf_buckets": '"parameters"',
+        "shard": '"parameters"',
         "export_hf": '"parameters"',
         "save": '"parameters", "optimizer"',
         "load": '"parameters", "optimizer"',
