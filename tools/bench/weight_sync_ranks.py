@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from megarl.checkpoint_engine import Engines, Publisher, Training, make_plan, traffic
+from megarl.checkpoint_engine import Engines, Precision, Publisher, Training, make_plan, traffic
 from megarl.config import (
     DirectPublish,
     DiskPublish,
@@ -144,7 +144,7 @@ class Rank:
                 training,
                 engines,
                 control,
-                dtype=DTYPE,
+                precision=Precision(DTYPE),
                 device=CPU,
                 ranks_per_node=control.world,
                 timeout_s=DEADLINE_S,
