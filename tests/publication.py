@@ -5,6 +5,7 @@ An engine's processes are stood in for by the rank that leads it, which opens th
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megarl.checkpoint_engine import Engines, Precision
 from megarl.checkpoint_engine.receive import receive
+from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import Layout, ModelShape, read_model_shape, train_place
 from megarl.rollout_engine import EngineError
 from megarl.weights import EngineLayout, Parameter, is_quantised, model_parameters, quantise
@@ -87,6 +89,23 @@ class Source:
 
     def _parts(self, parameter: Parameter) -> list[Tensor]:
         return [self.whole[name] for name in parameter.hf]
+
+
+@contextlib.contextmanager
+def flipped_bit() -> Iterator[None]:
+    """One bit of each bucket that arrives on this rank is another."""
+    original = Slot.write
+
+    def write(slot: Slot, head: Head) -> None:
+        if head.pieces:
+            slot.payload[head.pieces[-1].offset] ^= 1
+        original(slot, head)
+
+    Slot.write = write  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Slot.write = original  # type: ignore[method-assign]
 
 
 class Model:

@@ -147,8 +147,7 @@ class Cell:
         return slots, np.tile(nbytes, 2)
 
 
-Bucket = tuple[Item, ...]
-"""In the order in which they are sent."""
+Bucket = tuple[Item, ...]  # in the order in which they are sent
 
 
 @dataclass(frozen=True, eq=False)
@@ -374,8 +373,7 @@ def _buckets(cells: Sequence[Cell], ranks: int, engine: Sequence[int], limit: in
     return tuple(map(tuple, buckets))
 
 
-_OPEN = 4
-"""So many buckets are open at a time: what one sender has no room for leaves room for others."""
+_OPEN = 4  # buckets are open at a time: what one sender has no room for leaves room for others
 
 
 def _items(number: int, cell: Cell, ranks: int, engine: Sequence[int], limit: int, together: int) -> Iterator[_Load]:

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, publish
-from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import DirectPublish, Layout, ModelShape
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
-from tests.publication import Model, Source, Target, small_shape
+from tests.publication import Model, Source, Target, flipped_bit, small_shape
 
 CPU = torch.device("cpu")
 WORLD = 4
@@ -144,12 +143,9 @@ class Case:
             publisher, target = self.publisher(DirectPublish()), self.target()
             if target is not None and self.number == last:
                 target.fail_at = fault
-            if fault == "corrupted" and self.control.rank == self.engines.ranks[last][-1]:
-                Slot.write = flipping  # type: ignore[method-assign]
-            try:
+            here = fault == "corrupted" and self.control.rank == self.engines.ranks[last][-1]
+            with flipped_bit() if here else contextlib.nullcontext():
                 found = publisher.publish(1, self.source, target)
-            finally:
-                Slot.write = WRITE  # type: ignore[method-assign]
             assert found.failed.keys() == {last}, (fault, found)
             expected = "has other weights than the trainer" if fault == "corrupted" else f"it failed at {fault}"
             assert expected in found.failed[last], found.failed
@@ -161,16 +157,6 @@ class Case:
             again = publisher.publish(1, self.source, target, only=[last])
             assert again.failed == {}
             self.check(target)
-
-
-WRITE = Slot.write
-
-
-def flipping(slot: Slot, head: Head) -> None:
-    """One bit of what has arrived is another."""
-    if head.pieces:
-        slot.payload[head.pieces[-1].offset] ^= 1
-    WRITE(slot, head)
 
 
 if __name__ == "__main__":

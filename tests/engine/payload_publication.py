@@ -5,6 +5,7 @@ python payload_publication.py PLAN, where PLAN is a file with a `publication_pla
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,7 +19,6 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from megarl.checkpoint_engine import Engines, Precision, Publisher, Training
-from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import Layout, ModelShape, Publish, read_model_shape
 from megarl.model_engine import MicroBatch, ModelEngine, TokenSequence
 from megarl.rollout_engine import EngineAddress, EngineControl
@@ -26,6 +26,7 @@ from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from tests.distributed import numerics
 from tests.distributed.payload_numerics import CPU, engine
 from tests.engine.publication_plan import KEY, Plan, Seen
+from tests.publication import flipped_bit
 
 DEADLINE_S = 120.0
 
@@ -96,10 +97,8 @@ class Publications:
         self.control.barrier("answers")
 
     def corrupt(self) -> None:
-        if self.rank == self.ranks[-1][-1]:
-            Slot.write = flipping  # type: ignore[method-assign]
-        self.seen.corrupted = self.publisher.publish(self.plan.updates + 1, self.model.weights, self.target).failed
-        Slot.write = WRITE  # type: ignore[method-assign]
+        with flipped_bit() if self.rank == self.ranks[-1][-1] else contextlib.nullcontext():
+            self.seen.corrupted = self.publisher.publish(self.plan.updates + 1, self.model.weights, self.target).failed
         if self.target is not None and self.number in self.seen.corrupted:
             self.target.end_update(0)  # instead of a new engine
         again = self.publisher.publish(self.plan.updates + 2, self.model.weights, self.target)
@@ -130,16 +129,6 @@ def logprobs(address: EngineAddress, rows: list[list[int]]) -> tuple[Tensor, str
     values = [value for info in infos for value, *_ in info["input_token_logprobs"][1:]]
     (version,) = {info["weight_version"] for info in infos}
     return torch.tensor(values), version
-
-
-WRITE = Slot.write
-
-
-def flipping(slot: Slot, head: Head) -> None:
-    """One bit of what has arrived is another."""
-    if head.pieces:
-        slot.payload[head.pieces[-1].offset] ^= 1
-    WRITE(slot, head)
 
 
 if __name__ == "__main__":
