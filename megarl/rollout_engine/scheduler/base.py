@@ -1,0 +1,227 @@
+"""What a scheduler is told and what it decides, and the part that all policies share: which request runs where.
+
+Pure: no clock and no I/O, and the same calls give the same decisions. The coordinator and the simulator drive the same
+objects: `join` engines, `add` groups, carry out what `next` returns until it returns None, and report each chunk by
+`finished`, or a lost engine by `lost`.
+"""
+
+from __future__ import annotations
+
+import heapq
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+TRIAL_TOKENS = 16
+"""New tokens that a suspect may generate before it is trusted again."""
+
+
+class Group:
+    """The samples of one prompt. `estimate` is the length (tokens) that is expected of those that still run."""
+
+    __slots__ = ("deadline", "estimate", "finished", "home", "number", "requests", "unfinished")
+
+    def __init__(self, number: int, requests: Sequence[Request], *, estimate: int, deadline: int) -> None:
+        self.number, self.requests, self.estimate, self.deadline = number, requests, estimate, deadline
+        self.unfinished, self.finished = len(requests), 0
+        self.home: Engine | None = None  # which has the prompt in its cache
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One response to be generated, chunk by chunk.
+
+    All numbers are tokens; `limit` is the longest response, `length` what it will be, for those who know.
+    """
+
+    prompt: int
+    limit: int
+    length: int | None = None
+    generated: int = 0
+    group: Group = field(init=False, repr=False)
+    engine: Engine | None = field(default=None, repr=False)  # where it runs, or ran last
+    reserved: int = 0  # of the engine's cache, while it runs
+    stamp: int = 0  # of its one valid entry in a queue
+    probe: bool = False
+    suspect: bool = False
+    """An engine died while it ran: until it has passed its trial, an engine runs no other suspect beside it."""
+
+    @property
+    def tokens(self) -> int:
+        """What its next chunk has to have in the cache."""
+        return self.prompt + self.generated
+
+
+@dataclass(slots=True, eq=False)
+class Engine:
+    """What is known of an engine: room for `kv_tokens` in its cache and for `max_running` requests."""
+
+    number: int
+    kv_tokens: int
+    max_running: int
+    used: int = 0
+    running: dict[int, Request] = field(default_factory=dict, repr=False)
+    suspects: int = 0
+
+    @property
+    def free(self) -> int:
+        """Tokens of its cache that are not reserved; -1: it takes no further request."""
+        return self.kv_tokens - self.used if len(self.running) < self.max_running else -1
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """The engine is to generate up to `tokens` more tokens of the request."""
+
+    request: Request
+    engine: int
+    tokens: int
+
+
+class Scheduler(ABC):
+    """Each unfinished request waits or runs on one engine; a policy says who is next, where, and for how long."""
+
+    def __init__(self, *, patience: int = 1 << 62) -> None:
+        """A group goes first when `patience` more groups have finished than were there before it."""
+        self.engines: dict[int, Engine] = {}
+        self.waiting = self.running = 0
+        self._patience = patience
+        self._groups_added = self._groups_done = 0
+        self._unfinished: deque[Group] = deque()  # in the order of their arrival, the first unfinished one in front
+        self._by_load: list[tuple[int, int]] = []  # a heap of (load, engine), with entries that are no longer so
+
+    @abstractmethod
+    def next(self) -> Assignment | None:
+        """The next decision, after which the request counts as running; None: nothing can start now."""
+
+    @abstractmethod
+    def _enqueue(self, request: Request) -> None:
+        """The request waits from now on."""
+
+    @abstractmethod
+    def _load(self, engine: Engine) -> int:
+        """The engine with the least gets the next request that belongs nowhere else."""
+
+    def join(self, number: int, *, kv_tokens: int, max_running: int) -> None:
+        """An engine can be used from now on."""
+        assert number not in self.engines, f"engine {number} is there already"
+        self.engines[number] = Engine(number, kv_tokens, max_running)
+        self._touched(self.engines[number])
+
+    def lost(self, number: int) -> list[Request]:
+        """An engine died or was given up: what ran there waits again, from its last finished chunk.
+
+        Returns the requests that are not tried again, since they died with an engine while on trial.
+        """
+        engine = self.engines.pop(number)
+        victims, engine.running = list(engine.running.values()), {}
+        poisoned = [request for request in victims if request.suspect]
+        for request in victims:
+            self.running -= 1
+            request.engine = None
+            if request.suspect:
+                self._end(request)
+            else:
+                request.suspect = True
+                self._wait(request)
+        return poisoned
+
+    def leave(self, number: int) -> None:
+        """An idle engine is not used any more."""
+        engine = self.engines.pop(number)
+        assert not engine.running, f"{len(engine.running)} requests run on engine {number}"
+
+    def add(self, requests: Sequence[Request], *, expected: int | None = None) -> Group:
+        """The samples of one prompt wait from now on. `expected` is their length, if earlier ones are known."""
+        limit = max(request.limit for request in requests)
+        deadline = self._groups_added + self._patience
+        group = Group(self._groups_added, requests, estimate=min(expected or limit, limit), deadline=deadline)
+        self._groups_added += 1
+        self._unfinished.append(group)
+        for request in requests:
+            request.group = group
+            request.probe = request is requests[0] and expected is None
+            self._wait(request)
+        return group
+
+    def finished(self, request: Request, tokens: int, *, done: bool) -> None:
+        """A chunk came back with so many new tokens, and with the response's end or without."""
+        engine = request.engine
+        assert engine is not None and id(request) in engine.running, "it does not run"
+        del engine.running[id(request)]
+        self.running -= 1
+        engine.used -= request.reserved
+        request.generated += tokens
+        if request.suspect:
+            engine.suspects -= 1
+            request.suspect = False
+        self._touched(engine)
+        if done:
+            self._end(request)
+        else:
+            self._wait(request)
+
+    def withdraw(self, group: Group) -> None:
+        """What waits of a group is not wanted any more; nothing of it may run."""
+        for request in group.requests:
+            if request.stamp:
+                request.stamp = 0
+                self.waiting -= 1
+        self._groups_done += group.unfinished > 0
+        group.unfinished = 0
+
+    def _wait(self, request: Request) -> None:
+        self.waiting += 1
+        self._enqueue(request)
+
+    def _start(self, request: Request, engine: Engine, tokens: int) -> Assignment:
+        if request.suspect:
+            tokens = min(tokens, TRIAL_TOKENS)
+            engine.suspects += 1
+        request.stamp = 0
+        request.engine = request.group.home = engine
+        request.reserved = request.prompt + request.generated + tokens
+        engine.used += request.reserved
+        engine.running[id(request)] = request
+        self.waiting -= 1
+        self.running += 1
+        self._touched(engine)
+        return Assignment(request, engine.number, tokens)
+
+    def _end(self, request: Request) -> None:
+        group = request.group
+        group.unfinished -= 1
+        if not group.unfinished:
+            self._groups_done += 1
+
+    def _touched(self, engine: Engine) -> None:
+        """The engine's load has changed."""
+        heap = self._by_load
+        heapq.heappush(heap, (self._load(engine), engine.number))
+        if len(heap) > 8 * len(self.engines) + 64:
+            self._by_load = [(self._load(one), one.number) for one in self.engines.values()]
+            heapq.heapify(self._by_load)
+
+    def _least_loaded(self, request: Request) -> Engine | None:
+        """None where there is no engine, or each that there is tries another suspect."""
+        if request.suspect:
+            innocent = [engine for engine in self.engines.values() if not engine.suspects]
+            return min(innocent, key=self._load, default=None)
+        heap, engines = self._by_load, self.engines
+        while heap:
+            load, number = heap[0]
+            engine = engines.get(number)
+            if engine is not None and self._load(engine) == load:
+                return engine
+            heapq.heappop(heap)
+        return None
+
+    def _starving(self) -> Request | None:
+        """A waiting request of the oldest group, if that has been passed over for too long."""
+        unfinished = self._unfinished
+        while unfinished and not unfinished[0].unfinished:
+            unfinished.popleft()
+        if unfinished and unfinished[0].deadline < self._groups_done:
+            return next((request for request in unfinished[0].requests if request.stamp), None)
+        return None
