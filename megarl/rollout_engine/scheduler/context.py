@@ -47,7 +47,7 @@ class Correlation:
 
 
 class Context(Divided):
-    """After Seer (arXiv 2511.14617): a group's first request is a probe, and goes first, the shortest so far before others.
+    """After Seer (arXiv 2511.14617): a group's first request is a probe; probes go first, the shortest so far in front.
 
     The rest is served by the length that is expected: of a group, the longest that has finished, or the limit until one
     has. Where lengths within groups turn out not to go together, it serves as `Divided` does.
