@@ -83,7 +83,7 @@ class Context(Divided):
         else:
             again = list(group.requests)
         for request in again:
-            if request.stamp:
+            if request.stamp > 0:
                 request.probe = False
                 self._enqueue(request)
 

@@ -33,7 +33,7 @@ class Divided(Scheduler):
         if self._given_chunk is None:
             self.chunk_tokens = min(max(least // _CHUNKS_PER_CACHE, _LEAST_CHUNK), _MOST_CHUNK)
 
-    def next(self) -> Assignment | None:
+    def _next(self) -> Assignment | None:
         queue = self._queue
         while queue and queue[0][1] != queue[0][2].stamp:
             heapq.heappop(queue)
@@ -53,11 +53,11 @@ class Divided(Scheduler):
 
     def _place(self, request: Request, held: int, need: int) -> Engine | None:
         """The engine for a request that holds so many tokens, and needs room for so many."""
-        best = self._least_loaded(request)
+        best = self._least_loaded()
         if best is None or best.free < need:
             return None
         home = request.engine or request.group.home
-        if home is None or home is best or request.suspect or self.engines.get(home.number) is not home:
+        if home is None or home is best or self.engines.get(home.number) is not home:
             return best
         cached = held if home is request.engine else request.prompt
         room = home.free
