@@ -166,8 +166,8 @@ class Dispatcher:
     def metrics(self) -> dict[str, float]:
         """What is logged of a step."""
         found = self.tally.metrics()
-        if isinstance(self.scheduler, Context):
-            found["rollout/length_correlation"] = self.scheduler.correlation.value
+        if isinstance(self.scheduler, Context) and (value := self.scheduler.correlation.value) is not None:
+            found["rollout/length_correlation"] = value
         return found
 
     def lengths(self) -> list[int]:
