@@ -42,8 +42,8 @@ PRESETS = {
         replace(_REASONING, mean=7_615, cap=40_960, groups=600, group_size=16, prompt=1024),
         "qwen2-vl-72b",
         "H800",
-        16,
-        Placement(8),
+        32,
+        Placement(4),
     ),
     "kimi_k2": Preset(
         replace(_REASONING, mean=38_959, cap=98_304, groups=800),

@@ -92,6 +92,8 @@ class ServedModel:
     layers: int
     hidden: int
     kv_values: int
+    kv_heads: int
+    """More GPUs than that hold copies; 1 for latent attention, whose cache has no heads."""
     attention_flops: float
     """For each new token and token of its context, all layers."""
     weight_bytes: float = 2.0
@@ -100,8 +102,6 @@ class ServedModel:
     """Parameters in routed experts, of `parameters`."""
     experts: int = 1
     experts_per_token: int = 1
-    latent: bool = False
-    """Multi-head latent attention: the cache is not split by heads, each rank of tensor parallelism has all of it."""
 
     def weights_read(self, batch: int) -> float:
         """Bytes of weights that a step of a batch reads, with experts chosen evenly at random."""
@@ -120,6 +120,7 @@ def grouped(
         layers,
         hidden,
         kv_values=2 * layers * kv_heads * head_dim,
+        kv_heads=kv_heads,
         attention_flops=4 * layers * heads * head_dim,
         **more,
     )
@@ -133,8 +134,8 @@ def latent(layers: int, hidden: int, heads: int, parameters: float, active: floa
         layers,
         hidden,
         kv_values=layers * 576,
+        kv_heads=1,
         attention_flops=2 * layers * heads * (576 + 512),
-        latent=True,
         **more,
     )
 
@@ -159,9 +160,11 @@ MODELS = {
 """Sizes from the models' published configurations; routed = layers x experts x 3 x hidden x the experts' width."""
 
 MEMORY_EFFICIENCY = 0.75
-FLOPS_EFFICIENCY = 0.55
+FLOPS_EFFICIENCY = 0.65
 LAYER_S = 12e-6
 """Launches of a layer's kernels, in a CUDA graph."""
+EXPERTS_S = 60e-6
+"""A layer with experts takes so much longer: routing, and products of small matrices."""
 STEP_S = 1.5e-3
 """The engine's own work between steps."""
 REDUCE_S = 10e-6
@@ -186,7 +189,7 @@ def roofline(name: str, model: ServedModel, gpu: Gpu, place: Placement) -> Engin
     bandwidth = count * gpu.bandwidth * MEMORY_EFFICIENCY
     peak = gpu.flops_8 if model.weight_bytes <= 1 else gpu.flops_16
     flops, attention = count * peak * FLOPS_EFFICIENCY, count * gpu.flops_16 * FLOPS_EFFICIENCY
-    copies = count if model.latent and not place.attention_data else 1
+    copies = 1.0 if place.attention_data else max(count / model.kv_heads, 1.0)
     kv_bytes = model.kv_values * model.kv_bytes
     room = count * gpu.memory * place.memory_fraction - model.parameters * model.weight_bytes
     kv_tokens = int(room / (kv_bytes * copies))
@@ -195,7 +198,8 @@ def roofline(name: str, model: ServedModel, gpu: Gpu, place: Placement) -> Engin
             f"{count} GPUs have {count * gpu.memory * place.memory_fraction / 1e9:.0f} GB for weights and cache, the "
             f"weights alone are {model.parameters * model.weight_bytes / 1e9:.0f} GB"
         )
-    fixed = STEP_S + model.layers * (LAYER_S + (2 * REDUCE_S if count > 1 else 0.0))
+    layer = LAYER_S + (2 * REDUCE_S if count > 1 else 0.0) + (EXPERTS_S if model.experts > 1 else 0.0)
+    fixed = STEP_S + model.layers * layer
     link = gpu.link if count <= 8 else gpu.network
     sent = 0.0 if count == 1 else 4 * model.layers * model.hidden * 2 / link
     sent /= count if place.attention_data else 1
