@@ -105,7 +105,7 @@ def publish(
     plan = Plan(running.model, layout, addresses, ranks, {"type": method}, counts, updates, out)
     plan.write(out / "plan.json")
     with paused(running.engines[max(counts) :]):
-        run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
+        run("mpirun", world, "tests.engine.payload_publication", out / "plan.json", log=out / "log")
     return {count: Seen.read(out / f"seen_{count}.json") for count in counts}
 
 
