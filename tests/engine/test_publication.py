@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.config import Model, Rollout
@@ -52,7 +51,8 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     counts = [count for _, _, some in LAYOUTS[request.param] for count in some]
     path = tmp_path_factory.mktemp(family)
     write_model(family, path / "model", **WIDTHS[family])
-    serving = Rollout(tensor_parallel=tensor, max_new_tokens=8)
+    # an engine of several ranks would poll while it is idle, and take the cores from the trainer
+    serving = Rollout(tensor_parallel=tensor, max_new_tokens=8, server_args={"sleep_on_idle": True})
     with contextlib.ExitStack() as stack:
         engines = []
         for number in range(max(counts)):
@@ -72,9 +72,6 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             engines.append(engine)
         for engine in engines:
             engine.wait_healthy()
-            leader = psutil.Process(engine.child.process.pid)
-            for process in [leader, *leader.children(recursive=True)]:
-                process.nice(15)  # of several ranks all poll while they are idle
         yield Running(path / "model", family, tensor, engines)
 
 
@@ -104,18 +101,5 @@ def publish(
     addresses = [engine.address for engine in running.engines]
     plan = Plan(running.model, layout, addresses, ranks, {"type": method}, counts, updates, out)
     plan.write(out / "plan.json")
-    with paused(running.engines[max(counts) :]):
-        run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
+    run("mpirun", world, "tests.engine.payload_publication", out / "plan.json", log=out / "log")
     return {count: Seen.read(out / f"seen_{count}.json") for count in counts}
-
-
-@contextlib.contextmanager
-def paused(engines: list[Engine]) -> Iterator[None]:
-    """The ranks of an engine poll while they are idle, which takes the cores from others."""
-    processes = [psutil.Process(engine.child.process.pid) for engine in engines]
-    processes += [child for process in processes for child in process.children(recursive=True)]
-    for process in processes:
-        process.suspend()
-    yield
-    for process in processes:
-        process.resume()
