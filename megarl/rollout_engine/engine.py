@@ -156,8 +156,7 @@ class Engine(EngineControl):
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "log_level": "warning",
-            # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
-            "sleep_on_idle": serving.tensor_parallel == 1,
+            "sleep_on_idle": True,  # an idle scheduler would poll, and take a core from the trainer
             "custom_weight_loader": [LOADER],
             **({"ep_size": serving.expert_parallel} if isinstance(serving, Rollout) else {}),
             **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),

@@ -73,6 +73,7 @@ class Fleet:
         Returns what is logged. One that fails is started anew, and gets them later, in `tend`.
         """
         self._restarts, self.serving = 0, {}
+        self._starting -= self._healthy()
         return self._publish(model, version, set(range(len(self._leaders))) - self._starting)
 
     def tend(self, model: ModelEngine, version: int, lost: Iterable[Lost]) -> bool:
@@ -83,14 +84,9 @@ class Fleet:
         """
         before = dict(self.serving)
         self._replace({one.number: one.cause for one in lost if self.serving.get(one.number) == one.address})
-        if self._starting:
-            states = self._job.control.allgather(self._state(), tuple[bool, str], what="start of new engines")
-            mine = {number: states[self._leaders[number]] for number in self._starting}
-            self._replace({number: error for number, (_, error) in mine.items() if error})
-            healthy = {number for number, (done, error) in mine.items() if done and not error}
-            if healthy:
-                self._starting -= healthy
-                self._publish(model, version, healthy)
+        if healthy := self._healthy():
+            self._starting -= healthy
+            self._publish(model, version, healthy)
         return self.serving != before
 
     def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
@@ -130,6 +126,15 @@ class Fleet:
         if self.engine is not None and self._number in failed:
             self._job.guard.stop(self.engine.child)
             self.engine = self._start_mine()
+
+    def _healthy(self) -> set[int]:
+        """Those of the starting engines that have become healthy; the ones that have failed are started again."""
+        if not self._starting:
+            return set()
+        states = self._job.control.allgather(self._state(), tuple[bool, str], what="start of new engines")
+        mine = {number: states[self._leaders[number]] for number in self._starting}
+        self._replace({number: error for number, (_, error) in mine.items() if error})
+        return {number for number, (done, error) in mine.items() if done and not error}
 
     def _state(self) -> tuple[bool, str]:
         """Whether the engine of this rank has become healthy, if it is starting, and what went wrong."""

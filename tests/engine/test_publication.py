@@ -51,8 +51,7 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     counts = [count for _, _, some in LAYOUTS[request.param] for count in some]
     path = tmp_path_factory.mktemp(family)
     write_model(family, path / "model", **WIDTHS[family])
-    # an engine of several ranks would poll while it is idle, and take the cores from the trainer
-    serving = Rollout(tensor_parallel=tensor, max_new_tokens=8, server_args={"sleep_on_idle": True})
+    serving = Rollout(tensor_parallel=tensor, max_new_tokens=8)
     with contextlib.ExitStack() as stack:
         engines = []
         for number in range(max(counts)):
