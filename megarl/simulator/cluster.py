@@ -9,6 +9,7 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.rollout_engine.scheduler import POLICIES, Request, Scheduler
 from megarl.simulator.engine import Job, SimulatedEngine
@@ -40,7 +41,8 @@ class Run:
     wall_s: float
 
 
-def make_scheduler(policy: str, **options: int | None) -> Scheduler:
+def make_scheduler(policy: str, **options: Any) -> Scheduler:
+    """Options are those of the policy's constructor."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}, expected one of {', '.join(POLICIES)}")
     return POLICIES[policy](**options)
@@ -58,14 +60,14 @@ def simulate(
 ) -> Run:
     """Runs until all responses are finished, or `enough_groups` groups are.
 
-    `know_lengths` tells the scheduler the lengths, as only an oracle may have it. `progress` is called now and then with
-    the number of finished requests and the simulated seconds.
+    `know_lengths` tells the scheduler the lengths, as only an oracle may have it. `progress` is called now and then
+    with the number of finished requests and the simulated seconds.
     """
     longest = max(group.prompt for group in workload.groups) + workload.cap
     if longest > model.kv_tokens:
         raise ValueError(
-            f"an engine's cache holds {model.kv_tokens:,} tokens, a prompt with the longest response needs {longest:,}: "
-            "give the engine more GPUs, or the responses a lower cap"
+            f"an engine's cache holds {model.kv_tokens:,} tokens, a prompt with the longest response needs {longest:,}"
+            ": give the engine more GPUs, or the responses a lower cap"
         )
     return _Cluster(workload, model, engines, scheduler, know_lengths).run(
         enough_groups or len(workload.groups), progress

@@ -88,10 +88,13 @@ def read_lengths(path: Path, *, cap: int | None = None, prompt: int = 512) -> Wo
             raise ValueError(f"{path}:{number}: no JSON: {error}") from None
         if isinstance(row, list):
             row = {"lengths": row}
-        lengths = row.get("lengths") if isinstance(row, dict) else None
-        own = row.get("prompt", prompt) if isinstance(row, dict) else None
-        numbers = [*lengths, own] if isinstance(lengths, list) and lengths else [None]
-        if not all(type(one) is int and one > 0 for one in numbers):
+        row = row if isinstance(row, dict) else {}
+        lengths, own = row.get("lengths"), row.get("prompt", prompt)
+        if (
+            not isinstance(lengths, list)
+            or not lengths
+            or not all(type(one) is int and one > 0 for one in [*lengths, own])
+        ):
             raise ValueError(
                 f'{path}:{number}: expected a list of lengths (whole numbers above 0) or {{"prompt": ..., "lengths": '
                 f"[...]}}, got {line.strip()[:80]}"
