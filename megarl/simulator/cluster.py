@@ -17,7 +17,8 @@ from megarl.simulator.speed import EngineModel
 from megarl.simulator.workload import Workload
 
 Sample = tuple[float, int, int, int]
-"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests."""
+"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests. All is linear from
+one sample to the next; where something jumps there are two."""
 
 EVENTS_A_REPORT = 4096
 
@@ -166,6 +167,7 @@ class _Cluster:
 
     def _step(self, engine: SimulatedEngine) -> None:
         now, timeline = engine.next_event, self.timelines[engine.number]
+        timeline.append((now, len(engine.running), engine.locked_then, len(engine.queue)))
         for job in engine.advance():
             done = job.generated == job.length
             if done:
@@ -174,7 +176,7 @@ class _Cluster:
                 self.groups_finished += not self.left[job.group]
             self.scheduler.finished(job.request, job.generated - job.begun, done=done)
         engine.plan()
-        timeline.append((now, len(engine.running), engine.locked, len(engine.queue)))
+        timeline.append((engine.clock, len(engine.running), engine.locked, len(engine.queue)))
         if engine.running:
             self._plan(engine)
 

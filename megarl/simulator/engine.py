@@ -81,6 +81,11 @@ class SimulatedEngine:
         """When the planned steps are done."""
         return self.clock + self.model.steps_s(self.planned, len(self.running), self.context)
 
+    @property
+    def locked_then(self) -> int:
+        """What running requests hold at that time."""
+        return self.locked + self.planned * len(self.running)
+
     def interrupt(self, now: float) -> None:
         """Plans no further than the step that is taken at `now`."""
         steps = self.model.steps_until(now - self.clock, len(self.running), self.context)
