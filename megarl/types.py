@@ -38,13 +38,13 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class Completion(msgspec.Struct, frozen=True):
-    """What an engine answers for one sample. `logprobs[i]` is the log-probability (nats) of `output_ids[i]`."""
+class Completion(msgspec.Struct):
+    """What engines answer for one sample. `logprobs[i]` is the log-probability (nats) of `output_ids[i]`."""
 
     output_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    version: WeightVersion
+    versions: list[VersionSpan]
 
 
 class Trajectory(msgspec.Struct):

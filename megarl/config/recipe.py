@@ -159,12 +159,21 @@ class InformativeGroups(Section):
     """Prompts asked at a time, batch.prompts or more: over-sampling, which needs fewer waves; none: batch.prompts."""
 
 
+class FirstGroups(Section):
+    type: Literal["first"]
+    """Partial rollouts: a step takes the first groups that are finished; the others go on in the next step."""
+    ask: PositiveInt
+    """Prompts that are under way at once: more than batch.prompts, and at most twice as many."""
+    max_lag: PositiveInt = 1
+    """Versions of the weights that the oldest token of a group may lag behind; a step waits for those at the limit."""
+
+
 class RlBatch(Section):
     prompts: PositiveInt
     """Prompts in one step; each makes one group."""
     group_size: PositiveInt
     """Samples of each prompt; 2 or more with the advantages that compare them."""
-    sampling: AllGroups | InformativeGroups = Field(default=AllGroups(), discriminator="type")
+    sampling: AllGroups | InformativeGroups | FirstGroups = Field(default=AllGroups(), discriminator="type")
     """Which groups a step takes."""
     max_tokens_per_rank: PositiveInt = 8192
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
@@ -183,8 +192,14 @@ class Rollout(Serving):
     """The engines' type of numbers; none: model.dtype. Weights are cast on their way."""
     fp8: bool = False
     """Linear layers are made FP8 on their way, in blocks of 128 x 128; needs GPUs, bfloat16 and publish.type direct."""
-    restarts: NonNegativeInt = 2
-    """Rounds of new engines that one publication may take, for those that fail to take weights; then the job ends."""
+    policy: Literal["context", "divided", "least_loaded", "group_round_robin"] = "context"
+    """Which response is generated next, and where; see docs/rollout.md."""
+    chunk_tokens: PositiveInt | None = None
+    """Most new tokens of a response at a time while others wait (context, divided); none: from the engines' caches."""
+    stall_s: Seconds = 120.0
+    """An engine that owes answers and makes no progress for so many seconds is taken for dead."""
+    restarts: NonNegativeInt = 3
+    """How often, in one step, engines that fail may be started anew; then the job ends."""
 
 
 class DirectPublish(Section):

@@ -4,9 +4,10 @@
 imports megatron.
 """
 
-from megarl.rollout_engine.channel import Evaluation, Failed, Sample, Taken, frame
-from megarl.rollout_engine.client import EngineClient, ScoreClient
-from megarl.rollout_engine.coordinator import Coordinator
+from megarl.rollout_engine.channel import Evaluate, Evaluation, Failed, Lost, Sample, Take, Taken, Waiting, frame
+from megarl.rollout_engine.client import EngineClient, EngineLost, ScoreClient
+from megarl.rollout_engine.coordinator import Coordinator, make_scheduler
+from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError
 from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError, EngineTimeout
 from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
@@ -15,16 +16,24 @@ __all__ = [
     "Coordinator",
     "CoordinatorError",
     "CoordinatorHandle",
+    "Dispatcher",
     "Engine",
     "EngineAddress",
     "EngineClient",
     "EngineControl",
     "EngineError",
+    "EngineLost",
     "EngineTimeout",
+    "Evaluate",
     "Evaluation",
     "Failed",
+    "Lost",
+    "PoisonedError",
     "Sample",
     "ScoreClient",
+    "Take",
     "Taken",
+    "Waiting",
     "frame",
+    "make_scheduler",
 ]

@@ -13,9 +13,9 @@ HEADER = struct.Struct("!Q")
 
 
 class Serve(msgspec.Struct, tag=True):
-    """Ask these engines from now on; all hold the same version of the weights. No reply."""
+    """Ask these engines, by number, from now on; all hold the same version of the weights. No reply."""
 
-    engines: list[EngineAddress]
+    engines: dict[int, EngineAddress]
 
 
 class Generate(msgspec.Struct, tag=True):
@@ -25,21 +25,38 @@ class Generate(msgspec.Struct, tag=True):
 
 
 class Take(msgspec.Struct, tag=True):
-    """Wait for the groups of `step`. Reply: Taken."""
+    """The groups of `step` are wanted. Reply: Taken, or after so many seconds Waiting; then ask again."""
 
     step: int
+    wait_s: float
 
 
 class Evaluate(msgspec.Struct, tag=True):
-    """Answer the held-out problems. Reply: Evaluation."""
+    """Answer the held-out problems. Reply: Evaluation, or after so many seconds Waiting; then ask again."""
+
+    wait_s: float
+
+
+class Lost(msgspec.Struct):
+    """An engine that died or makes no progress; it is not asked any more."""
+
+    number: int
+    address: EngineAddress
+    cause: str
+
+
+class Waiting(msgspec.Struct, tag=True):
+    """What was asked for is not there yet, but not given up. `lost` are engines that were lost meanwhile."""
+
+    lost: list[Lost]
 
 
 class Taken(msgspec.Struct, tag=True):
-    """`generation_s` is the time from the Generate until the last group was scored, `asked` the prompts it took."""
+    """`metrics` are what is logged of the step's rollouts; `asked` counts the prompts that it took."""
 
     groups: list[Group]
     asked: int
-    generation_s: float
+    metrics: dict[str, float]
     reward_timeouts: int
     reward_crashes: int
 
@@ -69,7 +86,7 @@ class Failed(msgspec.Struct, tag=True):
 
 
 Request = Serve | Generate | Take | Evaluate
-Reply = Taken | Evaluation | Failed
+Reply = Taken | Evaluation | Waiting | Failed
 
 encode = msgspec.msgpack.encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

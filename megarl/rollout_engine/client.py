@@ -11,7 +11,7 @@ import msgspec
 
 from megarl.config import RewardHead
 from megarl.rollout_engine.engine import EngineAddress, EngineError
-from megarl.types import Completion
+from megarl.types import Completion, VersionSpan
 
 
 class _FinishReason(msgspec.Struct):
@@ -19,10 +19,18 @@ class _FinishReason(msgspec.Struct):
     message: str = ""
 
 
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
 class _MetaInfo(msgspec.Struct):
     finish_reason: _FinishReason
-    weight_version: str
+    weight_versions: list[_Span]
     output_token_logprobs: list[tuple[float, int, Any]]
+    cached_tokens: int
+    num_retractions: int
 
 
 class _Answer(msgspec.Struct):
@@ -30,13 +38,41 @@ class _Answer(msgspec.Struct):
     meta_info: _MetaInfo
 
 
+class Load(msgspec.Struct, frozen=True):
+    """What an engine says of itself; all in tokens or requests. The last two only grow while it works."""
+
+    max_total_num_tokens: int
+    max_running_requests: int
+    num_used_tokens: int
+    num_running_reqs: int
+    num_waiting_reqs: int
+    total_prefill_uncached_tokens: int
+    decode_moments: list[float] | None
+
+
+class _Loads(msgspec.Struct):
+    loads: list[Load]
+
+
 class _Scores(msgspec.Struct):
     embedding: tuple[float]
 
 
-_decode_one = msgspec.json.Decoder(_Answer).decode
-_decode_many = msgspec.json.Decoder(list[_Answer]).decode
+class Chunk(msgspec.Struct):
+    """What came of one request; of its prompt, `cached` tokens did not have to be computed again."""
+
+    completion: Completion
+    cached: int
+    preemptions: int
+
+
+_decode_answer = msgspec.json.Decoder(_Answer).decode
+_decode_loads = msgspec.json.Decoder(_Loads).decode
 _decode_scores = msgspec.json.Decoder(list[_Scores]).decode
+
+
+class EngineLost(EngineError):
+    """An engine hung up or does not listen."""
 
 
 class _Client:
@@ -46,7 +82,7 @@ class _Client:
     """
 
     def __init__(self, address: EngineAddress, key: str) -> None:
-        self.name, self.owed = address.name, 0
+        self.address, self.name, self.owed = address, address.name, 0
         self._session = aiohttp.ClientSession(
             base_url=address.url,
             headers={"Authorization": f"Bearer {key}"},
@@ -61,13 +97,13 @@ class _Client:
         await self._session.close()
 
     async def _post(self, path: str, body: dict[str, Any], what: str) -> bytes:
-        """Its answer. Raises EngineError: it failed or refused to do `what`."""
+        """Its answer. Raises EngineLost, or EngineError: it refused to do `what`."""
         self.owed += 1
         try:
             async with self._session.post(path, json=body) as response:
                 payload = await response.read()
         except aiohttp.ClientError as error:
-            raise EngineError(f"{self.name} was asked {what} and did not answer: {error!r}") from error
+            raise EngineLost(f"{self.name} was asked {what} and did not answer: {error!r}") from error
         finally:
             self.owed -= 1
         if response.status != http.HTTPStatus.OK:
@@ -82,37 +118,42 @@ class EngineClient(_Client):
     """Generation."""
 
     async def generate(
-        self, input_ids: list[int], *, samples: int, temperature: float, max_new_tokens: int, stop_token: int
-    ) -> list[Completion]:
-        """`samples` responses to one prompt; temperature 0 is greedy. The stop token, where reached, is included.
+        self, input_ids: list[int], *, temperature: float, max_new_tokens: int, stop_token: int
+    ) -> Chunk:
+        """What follows `input_ids`; temperature 0 is greedy. The stop token, where reached, is included.
 
-        Raises EngineError: the engine failed or refused.
+        Raises EngineLost, or EngineError: the engine refused.
         """
-        body = {
-            "input_ids": input_ids,
-            "sampling_params": {
-                "n": samples,
-                "temperature": temperature,
-                "max_new_tokens": max_new_tokens,
-                "stop_token_ids": [stop_token],
-            },
-            "return_logprob": True,
-        }
-        what = f"for {samples} responses to a prompt of {len(input_ids)} tokens"
-        payload = await self._post("/generate", body, what)
-        answers = _decode_many(payload) if samples > 1 else [_decode_one(payload)]
-        return [self._completion(answer) for answer in answers]
-
-    def _completion(self, answer: _Answer) -> Completion:
-        info = answer.meta_info
-        if info.finish_reason.type not in ("stop", "length"):
+        sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "stop_token_ids": [stop_token]}
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        payload = await self._post("/generate", body, f"for {max_new_tokens} tokens after {len(input_ids)}")
+        answer = _decode_answer(payload)
+        info, reason = answer.meta_info, answer.meta_info.finish_reason.type
+        if reason not in ("stop", "length"):
             raise EngineError(f"{self.name} ended a request by {info.finish_reason}")
-        return Completion(
-            output_ids=answer.output_ids,
-            logprobs=[logprob for logprob, _, _ in info.output_token_logprobs],
-            finish_reason=info.finish_reason.type,  # type: ignore[arg-type]
-            version=int(info.weight_version),
+        return Chunk(
+            Completion(
+                output_ids=answer.output_ids,
+                logprobs=[logprob for logprob, _, _ in info.output_token_logprobs],
+                finish_reason=reason,  # type: ignore[arg-type]
+                versions=[VersionSpan(int(span.version), span.start, span.end) for span in info.weight_versions],
+            ),
+            info.cached_tokens,
+            info.num_retractions,
         )
+
+    async def load(self, *, timeout_s: float) -> Load:
+        """Raises EngineLost: no answer in time."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.get("/v1/loads", params={"include": "core"}, timeout=timeout) as response:
+                return _decode_loads(await response.read()).loads[0]
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineLost(f"{self.name} was asked for its load and did not answer: {error!r}") from error
+
+    async def pause(self) -> None:
+        """Requests wait, until new weights come; their caches may be lost. Raises EngineLost."""
+        await self._post("/pause_generation", {"mode": "retract"}, "to pause")
 
 
 class ScoreClient(_Client):

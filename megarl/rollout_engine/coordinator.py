@@ -7,25 +7,28 @@ rank 0 takes them. It imports neither torch nor megatron nor sglang, so its proc
 from __future__ import annotations
 
 import asyncio
-import itertools
+import functools
+import json
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any, Protocol
 
 import msgspec
 
-from megarl.config import AllGroups, InformativeGroups, RemaxAdvantage, RlRecipe
+from megarl.config import AllGroups, FirstGroups, InformativeGroups, RemaxAdvantage, RlRecipe
 from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.client import EngineClient, ScoreClient
+from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError, Tally, length_metrics
 from megarl.rollout_engine.engine import EngineAddress, EngineTimeout
 from megarl.rollout_engine.handle import ENGINE_SHARE
-from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
-
-T = TypeVar("T")
+from megarl.rollout_engine.scheduler import POLICIES, Divided, Scheduler
+from megarl.types import Completion, Group, Prompt, Trajectory, WeightVersion
 
 _SAMPLES_SHOWN = 16
+_PATIENCE_STEPS = 4
 
 
 class Queue(Protocol):
@@ -36,7 +39,7 @@ class Queue(Protocol):
 
 
 class Coordinator:
-    """Generates, scores and queues. Whole responses: one request for all samples of a prompt, engines in turn."""
+    """Has responses generated and scored, and queues whole groups."""
 
     def __init__(
         self,
@@ -47,22 +50,28 @@ class Coordinator:
         queue: Queue,
         *,
         max_positions: int,
+        failed_requests: Path,
     ) -> None:
-        """`connect` gives the client of an engine; `scorers` are those of reward models' engines, by reward source."""
+        """`connect` gives the client of an engine; `scorers` are those of reward models' engines, by reward source.
+
+        Requests with which engines died are written to the file `failed_requests`.
+        """
         self._recipe, self._rewards, self._scorers, self._queue = recipe, rewards, scorers, queue
         self._tokenizer = load_tokenizer(recipe.model.path)
-        room = {"max_positions": max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
+        rollout = recipe.rollout
+        room = {"max_positions": max_positions, "max_new_tokens": rollout.max_new_tokens}
         self._train = PromptSet(recipe.data.train, self._tokenizer, **room)
         self._test = PromptSet(recipe.data.test, self._tokenizer, count=recipe.evaluation.problems, **room)
-        self._connect = connect
+        self._connect, self._failed_requests = connect, failed_requests
         self._deadline_s = recipe.runtime.deadline_s * ENGINE_SHARE
-        self.use([])
-        self._generation: asyncio.Task[tuple[float, int]] | None = None
-
-    def use(self, engines: list[EngineClient]) -> None:
-        """Ask these from now on, in turn."""
-        self._next_engine = itertools.cycle(engines).__next__
-        self._clients = [*engines, *self._scorers.values()]
+        longest = max(self._train.longest, self._test.longest) + rollout.max_new_tokens
+        self.dispatcher = Dispatcher(make_scheduler(recipe), stall_s=rollout.stall_s, needed_tokens=longest)
+        self._generation: asyncio.Task[tuple[list[Group], int]] | None = None
+        self._under_way: dict[asyncio.Task[Group], WeightVersion] = {}
+        self._work: asyncio.Task[channel.Reply] | None = None
+        self._progress_at = time.monotonic()
+        self._lengths: dict[int, int] = {}  # of the longest response, by row of the data
+        self._next_row = self._replaced = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer rank 0's requests, one after the other, until it hangs up."""
@@ -70,46 +79,132 @@ class Coordinator:
             try:
                 header = await reader.readexactly(channel.HEADER.size)
             except asyncio.IncompleteReadError:
+                await self.dispatcher.close()
                 return
             request = channel.decode_request(await reader.readexactly(channel.HEADER.unpack(header)[0]))
             match request:
                 case channel.Serve(engines=engines):
-                    self.use([await self._connect(address) for address in engines])
+                    clients = {number: await self._connect(address) for number, address in engines.items()}
+                    await self.dispatcher.serve(clients)
                 case channel.Generate(version=version):
-                    self._generation = asyncio.create_task(self._generate(version))
-                case channel.Take(step=step):
-                    writer.write(channel.frame(await self._take(step)))
-                case channel.Evaluate():
-                    writer.write(channel.frame(await self._in_time(asyncio.create_task(self._evaluate()))))
+                    self.generate(version)
+                case channel.Take(step=step, wait_s=wait_s):
+                    writer.write(channel.frame(await self._within(wait_s, functools.partial(self.take, step))))
+                case channel.Evaluate(wait_s=wait_s):
+                    writer.write(channel.frame(await self._within(wait_s, self._evaluate)))
             await writer.drain()
 
-    async def _generate(self, version: int) -> tuple[float, int]:
-        """All groups of the step that trains `version`; returns the seconds it took and the prompts that were asked."""
-        start, prompts, sampling = time.monotonic(), self._recipe.batch.prompts, self._recipe.batch.sampling
-        waves, ask = 1, prompts
-        if isinstance(sampling, InformativeGroups):
-            waves, ask = sampling.waves, sampling.ask or prompts
+    async def _within(self, wait_s: float, start: Callable[[], Coroutine[Any, Any, channel.Reply]]) -> channel.Reply:
+        """The result of what goes on, or is started now; or Waiting, after `wait_s` or when an engine is lost.
+
+        Raises EngineTimeout: there has been no progress for too long.
+        """
+        if self._work is None:
+            self._work, self._progress_at = asyncio.create_task(start()), time.monotonic()
+        lost = asyncio.create_task(self.dispatcher.something_lost.wait())
+        await asyncio.wait({self._work, lost}, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if self._work.done():
+            work, self._work = self._work, None
+            return work.result()  # here an engine's failure surfaces
+        idle_s = time.monotonic() - max(self._progress_at, self.dispatcher.progress_at)
+        if idle_s > self._deadline_s and self.dispatcher.scheduler.engines:  # else they are being started
+            scorers = [f"{client.name} ({client.owed} requests)" for client in self._scorers.values() if client.owed]
+            raise EngineTimeout(
+                f"no answer for {idle_s:.0f} s ({ENGINE_SHARE} of runtime.deadline_s) from"
+                f" {', '.join([*self.dispatcher.owing, *scorers]) or 'the reward workers'}"
+            )
+        return channel.Waiting(self.dispatcher.take_lost())
+
+    def generate(self, version: WeightVersion) -> None:
+        """The engines hold `version`; begin what the step trains on."""
+        self.dispatcher.tally = Tally()
+        self._generation = asyncio.create_task(self._generate(version))
+
+    async def take(self, step: int) -> channel.Taken:
+        """The groups of `step`, which `generate` has begun."""
+        assert self._generation is not None, "take before generate"
+        taken, asked = await self._generation
+        if self._under_way:
+            await self.dispatcher.hold()
+        prompts, metrics = self._recipe.batch.prompts, self.dispatcher.metrics()
+        if isinstance(self._recipe.batch.sampling, FirstGroups):
+            lengths = [len(trajectory.output_ids) for group in taken for trajectory in group.trajectories]
+            metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
+        for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
+            group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
+            await self._queue.put(group)
+        groups = await self._queue.take(step)
+        return channel.Taken(groups, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
+
+    async def _generate(self, version: WeightVersion) -> tuple[list[Group], int]:
+        """All groups of the step that trains `version`, and how many prompts were asked for them."""
+        prompts = self._recipe.batch.prompts
+        # a step has rows of its own, whatever others needed: so a resumed run asks what it would have asked
+        match self._recipe.batch.sampling:
+            case AllGroups():
+                return await self._groups(version * prompts, prompts), prompts
+            case InformativeGroups(waves=waves, ask=ask):
+                return await self._informative_groups(version, waves, ask or prompts)
+            case FirstGroups(ask=ask, max_lag=max_lag):
+                return await self._first_groups(version, ask, max_lag)
+
+    async def _informative_groups(self, version: WeightVersion, waves: int, ask: int) -> tuple[list[Group], int]:
+        prompts, asked = self._recipe.batch.prompts, 0
         taken: list[Group] = []
         passed_over: list[Group] = []
-        asked = 0
         while len(taken) < prompts and asked < waves * ask:
-            # a step has rows of its own, whatever others needed: so a resumed run asks what it would have asked
-            first = version * waves * ask + asked
-            for group in await _all(self._group(self._train[i]) for i in range(first, first + ask)):
+            for group in await self._groups(version * waves * ask + asked, ask):
                 (taken if self._is_informative(group) else passed_over).append(group)
             asked += ask
-        chosen = [*taken, *passed_over][:prompts]
-        for place, group in enumerate(sorted(chosen, key=lambda group: group.prompt.index)):
-            group.prompt = msgspec.structs.replace(group.prompt, index=version * prompts + place)
-            await self._queue.put(group)
-        return time.monotonic() - start, asked
+        return [*taken, *passed_over][:prompts], asked
 
-    async def _group(self, prompt: Prompt) -> Group:
+    async def _first_groups(self, version: WeightVersion, ask: int, max_lag: int) -> tuple[list[Group], int]:
+        """The first that are finished, and all that would be too old at the next step; the rest stays under way."""
+        prompts, new = self._recipe.batch.prompts, ask - len(self._under_way)
+        self._next_row = max(self._next_row, version * prompts)
+        for row in range(self._next_row, self._next_row + new):
+            self._under_way[asyncio.create_task(self._group(row))] = version
+        self._next_row += new
+        overdue = {task for task, asked_at in self._under_way.items() if version - asked_at >= max_lag}
+        await asyncio.gather(*overdue)
+        finished = {task for task in self._under_way if task.done()}
+        while len(finished) < prompts:
+            done, _ = await asyncio.wait(self._under_way.keys() - finished, return_when=asyncio.FIRST_COMPLETED)
+            finished |= done
+        # of several that finished at once, the older ones: there are no more overdue ones than prompts
+        chosen = sorted(finished, key=lambda task: (task not in overdue, self._under_way[task]))[:prompts]
+        for task in chosen:
+            del self._under_way[task]
+        return [task.result() for task in chosen], new
+
+    async def _groups(self, first: int, count: int) -> list[Group]:
+        return await _all(self._group(row) for row in range(first, first + count))
+
+    async def _group(self, row: int) -> Group:
+        """That of a row of the data; or, where engines die of it, of another, from the data's end."""
+        while True:
+            try:
+                return await self._answered(self._train[row])
+            except PoisonedError as error:
+                await asyncio.to_thread(self._save_failed, self._train[row], error)
+                self._replaced += 1
+                row = -self._replaced
+
+    def _save_failed(self, prompt: Prompt, error: PoisonedError) -> None:
+        text = self._tokenizer.decode(error.token_ids)
+        row = {"prompt": prompt.text, "text": text, "token_ids": error.token_ids, "error": str(error)}
+        with self._failed_requests.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    async def _answered(self, prompt: Prompt) -> Group:
         size, temperature = self._recipe.batch.group_size, self._recipe.rollout.temperature
-        asked = [self._sample(prompt, samples=size, temperature=temperature)]
+        row = prompt.index % len(self._train)
+        asked = [self._sample(prompt, samples=size, temperature=temperature, expected=self._lengths.get(row))]
         if isinstance(self._recipe.algorithm.advantage, RemaxAdvantage):
             asked.append(self._sample(prompt, samples=1, temperature=0.0))
         sampled, *greedy = await _all(asked)
+        self._lengths[row] = max(len(completion.output_ids) for completion in sampled)
         group = Group(prompt, await self._score(prompt, sampled))
         if greedy:
             group.greedy_scores = (await self._score(prompt, greedy[0]))[0].scores
@@ -118,7 +213,7 @@ class Coordinator:
     def _is_informative(self, group: Group) -> bool:
         """Whether a step takes the group while it has others to choose from."""
         sampling = self._recipe.batch.sampling
-        if isinstance(sampling, AllGroups):
+        if not isinstance(sampling, InformativeGroups):
             return True
         right = sum(self._judged(group.prompt, t) > 0 for t in group.trajectories) / len(group.trajectories)
         return sampling.low < right < sampling.high
@@ -128,24 +223,6 @@ class Coordinator:
         judge = self._recipe.reward.judge(prompt.dataset)
         assert judge is not None, "a row without a rule"
         return trajectory.scores[judge]
-
-    async def _take(self, step: int) -> channel.Taken:
-        assert self._generation is not None, "take before generate"
-        seconds, asked = await self._in_time(self._generation)  # here an engine's failure surfaces
-        groups = await self._queue.take(step)
-        return channel.Taken(groups, asked, seconds, self._rewards.timeouts, self._rewards.crashes)
-
-    async def _in_time(self, work: asyncio.Task[T]) -> T:
-        """The result of `work`. Raises EngineTimeout with the engines that owe an answer: it is not there in time."""
-        done, _ = await asyncio.wait({work}, timeout=self._deadline_s)
-        if not done:
-            owing = [f"{client.name} ({client.owed} requests)" for client in self._clients if client.owed]
-            work.cancel()
-            raise EngineTimeout(
-                f"no answer for {self._deadline_s:.0f} s ({ENGINE_SHARE} of runtime.deadline_s) from"
-                f" {', '.join(owing) or 'the reward workers'}"
-            )
-        return await work
 
     async def _evaluate(self) -> channel.Evaluation:
         async def answer(prompt: Prompt, temperature: float) -> tuple[Trajectory, float]:
@@ -166,13 +243,16 @@ class Coordinator:
             ],
         )
 
-    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float) -> list[Completion]:
-        return await self._next_engine().generate(
+    async def _sample(
+        self, prompt: Prompt, *, samples: int, temperature: float, expected: int | None = None
+    ) -> list[Completion]:
+        return await self.dispatcher.respond(
             prompt.input_ids,
             samples=samples,
             temperature=temperature,
             max_new_tokens=self._recipe.rollout.max_new_tokens,
             stop_token=self._tokenizer.eos_token_id,
+            expected=expected,
         )
 
     async def _score(
@@ -190,6 +270,7 @@ class Coordinator:
                 *(self._scorers[name].score(whole) for name in engines),
             ]
         )
+        self._progress_at = time.monotonic()
         count = len(texts)
         by_source = {name: judged[i * count : (i + 1) * count] for i, name in enumerate(rules)}
         by_source |= dict(zip(engines, scored, strict=True))
@@ -197,7 +278,7 @@ class Coordinator:
             Trajectory(
                 output_ids=completion.output_ids,
                 engine_logprobs=completion.logprobs,
-                versions=[VersionSpan(completion.version, 0, len(completion.output_ids))],
+                versions=completion.versions,
                 finish_reason=completion.finish_reason,
                 text=text,
                 scores={name: scores[i] for name, scores in by_source.items()},
@@ -220,3 +301,11 @@ async def _all(coroutines: Any) -> list[Any]:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def make_scheduler(recipe: RlRecipe) -> Scheduler:
+    """The recipe's policy, which lets no group be passed over by more than some steps of others."""
+    policy, patience = POLICIES[recipe.rollout.policy], _PATIENCE_STEPS * recipe.batch.prompts
+    if issubclass(policy, Divided):
+        return policy(chunk_tokens=recipe.rollout.chunk_tokens, patience=patience)
+    return policy(patience=patience)

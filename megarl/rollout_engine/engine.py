@@ -132,9 +132,10 @@ class Engine(EngineControl):
         answer_timeout_s: float,
         arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """Start the server, watched by `guard`; it becomes healthy while the caller does other things.
+        """Start the server, ended by `guard` at the latest; it becomes healthy while the caller does other things.
 
-        `arguments` are further ones of SGLang; the recipe's own come on top.
+        A reward engine's end is the end of its rank. `arguments` are further ones of SGLang; the recipe's own come on
+        top.
         """
         # the server binds them many seconds from now
         self._ports = server, distributed = hold_port(host), hold_port(host)
@@ -165,7 +166,7 @@ class Engine(EngineControl):
         }
         env = _ENVIRONMENT | (_cpu_environment(serving.tensor_parallel) if device == "cpu" else {})
         self.child: Child = start_child("megarl.rollout_engine.server:main", arguments, name=name, log=log, env=env)
-        guard.watch(self.child)
+        guard.watch(self.child, vital=isinstance(serving, RewardEngine))
 
     def wait_healthy(self) -> float:
         """Wait until the engine answers. Returns the seconds since its start.

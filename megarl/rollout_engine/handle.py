@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
@@ -12,8 +11,6 @@ from megarl.config import RlRecipe
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.engine import EngineAddress
 from megarl.runtime import Guard, start_child
-
-T = TypeVar("T")
 
 # Shares of runtime.deadline_s: who waits for whom gives up first from the inside out, so that the error names the one
 # that hangs. Ranks that wait for rank 0 have all of it.
@@ -38,6 +35,7 @@ class CoordinatorHandle:
         max_positions: int,
         guard: Guard,
         log: Path,
+        failed_requests: Path,
     ) -> None:
         """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends."""
         self._deadline_s = recipe.runtime.deadline_s * COORDINATOR_SHARE
@@ -47,6 +45,7 @@ class CoordinatorHandle:
             "scorers": msgspec.to_builtins(scorers),
             "key": key,
             "max_positions": max_positions,
+            "failed_requests": str(failed_requests),
             "channel_fd": theirs.fileno(),
         }
         with theirs:
@@ -59,29 +58,21 @@ class CoordinatorHandle:
             )
         guard.watch(self.child)
 
-    def serve(self, engines: list[EngineAddress]) -> None:
-        """Requests go to these engines from now on."""
+    def serve(self, engines: dict[int, EngineAddress]) -> None:
+        """Requests go to these engines, by number, from now on."""
         self._send(channel.Serve(engines))
 
     def generate(self, version: int) -> None:
         """The engines hold `version`: its rollouts may start."""
         self._send(channel.Generate(version))
 
-    def take(self, step: int) -> channel.Taken:
-        """Wait for the groups of `step`."""
-        return self._ask(channel.Take(step), channel.Taken)
-
-    def evaluate(self) -> channel.Evaluation:
-        """Answer the held-out problems with the engines' present weights."""
-        return self._ask(channel.Evaluate(), channel.Evaluation)
-
-    def _ask(self, request: channel.Request, kind: type[T]) -> T:
+    def ask(self, request: channel.Take | channel.Evaluate) -> channel.Taken | channel.Evaluation | channel.Waiting:
+        """What was asked for, or that it is not there yet."""
         self._send(request)
         self._socket.settimeout(self._deadline_s)
         reply = channel.decode_reply(self._receive(channel.HEADER.unpack(self._receive(channel.HEADER.size))[0]))
         if isinstance(reply, channel.Failed):
             raise CoordinatorError(reply.cause)
-        assert isinstance(reply, kind)
         return reply
 
     def _send(self, request: channel.Request) -> None:

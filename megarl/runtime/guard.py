@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -35,7 +34,6 @@ class Guard:
         self._rank = rank
         self._run_dir: Path | None = None
         self._children: dict[int, Child] = {}
-        self._tolerated: str | None = None
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake_in, wake_out = socket.socketpair()
@@ -51,26 +49,14 @@ class Guard:
         """From now on a cause of death is also appended to `run_dir`/failure.jsonl, for the launcher to print last."""
         self._run_dir = run_dir
 
-    def watch(self, child: Child) -> None:
-        """End this rank when `child` ends."""
+    def watch(self, child: Child, *, vital: bool = True) -> None:
+        """End `child` with this rank and, if it is `vital`, this rank with it."""
         with self._lock:
             fd = os.pidfd_open(child.process.pid)
             self._children[fd] = child
-            self._selector.register(fd, selectors.EVENT_READ)
+            if vital:
+                self._selector.register(fd, selectors.EVENT_READ)
         self._wake_out.send(b"\0")
-
-    @contextlib.contextmanager
-    def tolerating(self, name: str) -> Iterator[None]:
-        """A child of that name may end inside; whoever has not been stopped by the end of the block is missed then."""
-        self._tolerated = name
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._tolerated = None
-                for fd in self._children.keys() - self._selector.get_map().keys():
-                    self._selector.register(fd, selectors.EVENT_READ)
-            self._wake_out.send(b"\0")
 
     def stop(self, child: Child) -> None:
         """End one child, as expected."""
@@ -81,7 +67,7 @@ class Guard:
 
     def _forget(self, fd: int) -> None:
         del self._children[fd]
-        with contextlib.suppress(KeyError):  # it has ended, and was tolerated
+        with contextlib.suppress(KeyError):  # it was not vital
             self._selector.unregister(fd)
         os.close(fd)
 
@@ -123,9 +109,6 @@ class Guard:
             return
         with self._lock:
             child = self._children.get(fd)
-            if child is not None and child.name == self._tolerated:
-                self._selector.unregister(fd)
-                return
         if child is not None:  # else it was stopped on purpose just now
             child.process.wait()
             self.die(child.describe_end())

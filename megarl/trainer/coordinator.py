@@ -9,9 +9,10 @@ import sys
 import time
 import traceback
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
-from megarl.config import RewardHead, RlRecipe, read_model_shape
+from megarl.config import FirstGroups, RewardHead, RlRecipe, read_model_shape
 from megarl.data import DataError
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import (
@@ -70,6 +71,16 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
             scorers[name] = await stack.enter_async_context(scorer)
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
-        queue = TransferQueue(groups_per_step=recipe.batch.prompts)
-        coordinator = Coordinator(recipe, connect, rewards, scorers, queue, max_positions=config["max_positions"])
+        sampling = recipe.batch.sampling
+        max_lag = sampling.max_lag if isinstance(sampling, FirstGroups) else 0
+        queue = TransferQueue(groups_per_step=recipe.batch.prompts, max_lag=max_lag)
+        coordinator = Coordinator(
+            recipe,
+            connect,
+            rewards,
+            scorers,
+            queue,
+            max_positions=config["max_positions"],
+            failed_requests=Path(config["failed_requests"]),
+        )
         await coordinator.serve(reader, writer)

@@ -1,13 +1,13 @@
-"""The SGLang engines of a job: started, given each version of the weights, replaced if one fails to take it."""
+"""The SGLang engines of a job: started, given each version of the weights, and started anew when they fail.
+
+Every rank knows which engines are served and which are starting; what it does about them, all do together.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-import time
-from collections.abc import Mapping
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,13 @@ import torch
 
 from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, clear_score_bias
 from megarl.config import DiskPublish, Model, ModelShape, RecipeError, RlRecipe, Serving, engine_leaders, scorer_leaders
-from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError
+from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError, Lost
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.job import Job
 from megarl.weights import BLOCK
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
-
-
-_POLL_S = 0.5
 
 
 class Fleet:
@@ -42,14 +39,12 @@ class Fleet:
         ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
         self._publisher = self._make_publisher(Engines(ranks, recipe.rollout.expert_parallel))
         self.engine = self._start_mine()
+        self.serving: dict[int, EngineAddress] = {}
+        """Engines that hold the present version, by number."""
+        self._leaders, self._starting = leaders, set[int]()
+        self._restarts = 0
         mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
         self.scorers = {name: self._start(f"reward engine {name}", s.model, s, recipe.seed) for name, s in mine.items()}
-
-    def addresses(self) -> list[EngineAddress]:
-        """Those of the rollout engines, on every rank."""
-        mine = [self.engine.address] if self.engine else []
-        parts = self._job.control.allgather(mine, list[EngineAddress], what="engine addresses")
-        return [address for part in parts for address in part]
 
     def scorer_addresses(self) -> dict[str, EngineAddress]:
         """Those of the reward models' engines, by source, on every rank."""
@@ -67,61 +62,83 @@ class Fleet:
         started = [seconds for part in parts for seconds in part]
         LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
 
-    def publish(self, model: ModelEngine, version: int) -> dict[str, float]:
-        """Give all engines the model's weights as `version`; a collective of all ranks. Returns what is logged.
+    @property
+    def complete(self) -> bool:
+        """Whether no engine is on its way."""
+        return not self._starting
 
-        An engine that fails is replaced by a new one, which gets that version before it serves. Raises EngineError:
-        one still fails after as many rounds as `rollout.restarts` allows.
+    def publish(self, model: ModelEngine, version: int) -> dict[str, float]:
+        """Give the model's weights as `version` to all engines that are healthy; a collective of all ranks.
+
+        Returns what is logged. One that fails is started anew, and gets them later, in `tend`.
         """
+        self._restarts, self.serving = 0, {}
+        return self._publish(model, version, set(range(len(self._leaders))) - self._starting)
+
+    def tend(self, model: ModelEngine, version: int, lost: Iterable[Lost]) -> bool:
+        """Start engines anew that were `lost`, and give `version` to those that have become healthy.
+
+        A collective of all ranks. Returns whether `serving` has changed. Raises EngineError: an engine still fails
+        after as many rounds as `rollout.restarts` allows.
+        """
+        before = dict(self.serving)
+        self._replace({one.number: one.cause for one in lost if self.serving.get(one.number) == one.address})
+        if self._starting:
+            states = self._job.control.allgather(self._state(), tuple[bool, str], what="start of new engines")
+            mine = {number: states[self._leaders[number]] for number in self._starting}
+            self._replace({number: error for number, (_, error) in mine.items() if error})
+            healthy = {number for number, (done, error) in mine.items() if done and not error}
+            if healthy:
+                self._starting -= healthy
+                self._publish(model, version, healthy)
+        return self.serving != before
+
+    def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
         directory = None
         if isinstance(self._recipe.publish, DiskPublish):
             directory = self._job.run.path / f"version_{version}"
             model.export_hf(directory)
-        mine = nullcontext() if self._number is None else self._job.guard.tolerating(f"engine {self._number}")
         try:
-            with mine:
-                return self._publish(model, version, directory)
+            found = self._publisher.publish(
+                version, model.weights, self.engine, directory=directory, only=sorted(wanted)
+            )
         finally:
             if directory is not None and self._job.control.rank == 0:
                 shutil.rmtree(directory)
+        own = (self._number, self.engine.address) if self.engine and self._number in wanted else (None, None)
+        told = self._job.control.allgather(own, tuple[int | None, EngineAddress | None], what="engine addresses")
+        self.serving |= {number: address for number, address in told if number is not None and address is not None}
+        self._replace(found.failed)
+        return {"publish/gb": found.nbytes / 1e9, "publish/sent_fraction": found.nbytes / max(found.planned, 1)}
 
-    def _publish(self, model: ModelEngine, version: int, directory: Path | None) -> dict[str, float]:
-        nbytes = planned = restarts = replaced = 0
-        wanted = None
-        while True:
-            found = self._publisher.publish(version, model.weights, self.engine, directory=directory, only=wanted)
-            nbytes, planned = nbytes + found.nbytes, planned + found.planned
-            if not found.failed:
-                sent = {"publish/gb": nbytes / 1e9, "publish/sent_fraction": nbytes / planned}
-                return sent | {"publish/engines_replaced": float(replaced)}
-            wanted, failed = list(found.failed), found.failed
-            while failed:
-                self._report(failed, restarts)
-                restarts, replaced = restarts + 1, replaced + len(failed)
-                failed = self._replace(failed)
-
-    def _report(self, failed: Mapping[int, str], restarts: int) -> None:
+    def _replace(self, failed: Mapping[int, str]) -> None:
+        """Start these anew, where they are led; what was wrong is said once."""
+        if not failed:
+            return
         for number, error in failed.items():
-            LOGGER.warning("engine %d did not take new weights, and is started anew: %s", number, error)
-        if restarts == self._recipe.rollout.restarts:
+            LOGGER.warning("engine %d is started anew: %s", number, error)
+        if self._restarts == self._recipe.rollout.restarts:
             number, error = next(iter(failed.items()))
             raise EngineError(
-                f"engine {number} fails after {restarts} rounds of new engines (rollout.restarts): {error}"
+                f"engine {number} fails after {self._restarts} rounds of new engines in one step (rollout.restarts):"
+                f" {error}"
             )
-
-    def _replace(self, failed: Mapping[int, str]) -> dict[int, str]:
-        """New engines for those that failed; returns which of the new ones did not start, and why."""
-        starting = None
+        self._restarts += 1
+        self._starting |= failed.keys()
+        for number in failed:
+            self.serving.pop(number, None)
         if self.engine is not None and self._number in failed:
             self._job.guard.stop(self.engine.child)
-            self.engine = starting = self._start_mine()
-        while True:
-            # asked again and again, since a start may take longer than a rank waits for another
-            states = self._job.control.allgather(_state(starting), tuple[bool, str], what="start of new engines")
-            if all(done for done, _ in states):
-                size = self._recipe.rollout.tensor_parallel
-                return {rank // size: error for rank, (_, error) in enumerate(states) if error}
-            time.sleep(_POLL_S)
+            self.engine = self._start_mine()
+
+    def _state(self) -> tuple[bool, str]:
+        """Whether the engine of this rank has become healthy, if it is starting, and what went wrong."""
+        if self.engine is None or self._number not in self._starting:
+            return True, ""
+        try:
+            return self.engine.is_healthy(), ""
+        except EngineError as error:
+            return True, str(error)
 
     def _make_publisher(self, engines: Engines) -> Publisher:
         job, recipe = self._job, self._recipe
@@ -167,14 +184,6 @@ class Fleet:
             arguments=arguments,
             answer_timeout_s=self._recipe.runtime.deadline_s * ENGINE_SHARE,
         )
-
-
-def _state(starting: Engine | None) -> tuple[bool, str]:
-    """Whether there is nothing more to wait for, and what went wrong."""
-    try:
-        return starting is None or starting.is_healthy(), ""
-    except EngineError as error:
-        return True, str(error)
 
 
 def _arguments(recipe: RlRecipe, shape: ModelShape, device: str) -> dict[str, Any]:

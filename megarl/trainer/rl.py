@@ -1,22 +1,17 @@
 """Reinforcement learning: the whole loop, one phase after the other.
 
-Rollouts are on-policy: step s trains on the groups that version s of the weights made, and publishes version s + 1.
+Step s trains on groups that version s of the weights made, or finished (`batch.sampling` of type first), and publishes
+version s + 1.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from megarl.config import Critic, RlRecipe, read_model_shape
-from megarl.observe import EVALUATIONS_FILE, MetricsLog, Phases
-from megarl.rollout_engine import CoordinatorHandle
+from megarl.observe import MetricsLog, Phases
 from megarl.runtime import LOGGER
-from megarl.trainer.coordinator import TARGET as COORDINATOR
-from megarl.trainer.fleet import Fleet
 from megarl.trainer.job import (
     Exports,
     Job,
@@ -28,7 +23,7 @@ from megarl.trainer.job import (
     should_stop,
 )
 from megarl.trainer.rollout_batch import Models, RolloutBatch
-from megarl.types import Group
+from megarl.trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
     from megarl.model_engine import Metrics, ModelEngine
@@ -37,21 +32,21 @@ if TYPE_CHECKING:
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
-    fleet = Fleet(job, recipe, key)
-    coordinator, models = _start_the_rest(job, recipe, fleet, key)
+    rollouts = Rollouts(job, recipe, key)
+    models = _build_models(job, recipe)
     model, critic = models.policy, models.critic
     start, kl_coefficient = resume_step(job, model, critic)
-    fleet.wait_healthy()
+    rollouts.wait_healthy()
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
     metrics, exports = open_metrics(job, start), Exports(job, recipe, model)
-    _publish(fleet, coordinator, model, version=start)
+    rollouts.publish(model, start)
     if start == 0:
-        _evaluate(job, recipe, coordinator, step=0)
+        rollouts.evaluate(0)
 
     for step in range(start, recipe.steps):
         phases = Phases()
         with phases("generate"):
-            groups, counts = _take(job, coordinator, step)
+            groups, counts = rollouts.take(step)
         with phases("score"):
             batch = RolloutBatch(groups, recipe, kl_coefficient)
             batch.score(models)
@@ -59,13 +54,13 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
             learned = _update(job, recipe, models, batch, step)
             kl_coefficient = batch.next_kl_coefficient(learned)
         with phases("publish"):
-            moved = _publish(fleet, coordinator, model, version=step + 1)
+            moved = rollouts.publish(model, step + 1)
         if metrics is not None:
             _report(metrics, {"step": step + 1, **learned, **counts, **moved, "seconds": phases.seconds})
         done, stop = step + 1, should_stop(job)
         exports.after(done)
         if done == recipe.steps or (recipe.evaluation.every and done % recipe.evaluation.every == 0):
-            _evaluate(job, recipe, coordinator, step=done)
+            rollouts.evaluate(done)
         if stop or checkpoint_is_due(recipe, done):
             save(job, recipe, model, done, critic=critic, kl_coefficient=kl_coefficient)
         if stop:
@@ -75,20 +70,8 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     exports.finish()
 
 
-def _start_the_rest(job: Job, recipe: RlRecipe, fleet: Fleet, key: str) -> tuple[CoordinatorHandle | None, Models]:
-    """Coordinator (on rank 0), and the models that the recipe has."""
-    scorers = fleet.scorer_addresses()
-    coordinator = None
-    if job.control.rank == 0:
-        coordinator = CoordinatorHandle(
-            COORDINATOR,
-            recipe,
-            scorers,
-            key,
-            max_positions=job.shape.max_positions,
-            guard=job.guard,
-            log=job.run.logs / "coordinator.log",
-        )
+def _build_models(job: Job, recipe: RlRecipe) -> Models:
+    """All that the recipe has."""
     updates = recipe.algorithm.updates
     policy = (job, recipe, recipe.model, job.shape)
     temperature = recipe.rollout.temperature
@@ -102,19 +85,7 @@ def _start_the_rest(job: Job, recipe: RlRecipe, fleet: Fleet, key: str) -> tuple
     for name, source in recipe.reward.models.items():
         shape = read_model_shape(source.model.path, "reward")
         models.rewards[name] = build_engine(job, recipe, source.model, shape)
-    return coordinator, models
-
-
-def _take(job: Job, coordinator: CoordinatorHandle | None, step: int) -> tuple[list[Group], dict[str, Any]]:
-    """The step's groups on every rank, and rank 0's counts."""
-    groups, counts = None, {}
-    if coordinator is not None:
-        coordinator.generate(step)
-        taken = coordinator.take(step)
-        groups = taken.groups
-        counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
-        counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
-    return job.control.broadcast(groups, list[Group], what=f"groups of step {step + 1}"), counts
+    return models
 
 
 def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, step: int) -> dict[str, Any]:
@@ -147,32 +118,6 @@ def _merged(job: Job, mine: list[Metrics], step: int) -> Metrics:
     from megarl.model_engine import Metrics
 
     return Metrics.merge(job.control.allgather(Metrics.merge(mine), Metrics, what=f"metrics of step {step + 1}"))
-
-
-def _publish(
-    fleet: Fleet, coordinator: CoordinatorHandle | None, model: ModelEngine, *, version: int
-) -> dict[str, Any]:
-    """Engines get new weights, then requests; returns what is logged."""
-    moved = fleet.publish(model, version)
-    addresses = fleet.addresses()
-    if coordinator is not None:
-        coordinator.serve(addresses)
-    return moved
-
-
-def _evaluate(job: Job, recipe: RlRecipe, coordinator: CoordinatorHandle | None, *, step: int) -> None:
-    """Accuracy on the held-out problems, written to the run directory by rank 0."""
-    if recipe.evaluation.problems and coordinator is not None:
-        evaluation = coordinator.evaluate()
-        with (job.run.path / EVALUATIONS_FILE).open("a") as file:
-            file.write(json.dumps({"step": step, **msgspec.to_builtins(evaluation)}) + "\n")
-        LOGGER.info(
-            "after step %d: accuracy %.3f at temperature 1, %.3f greedy",
-            step,
-            evaluation.accuracy,
-            evaluation.accuracy_greedy,
-        )
-    job.control.barrier("evaluation")
 
 
 def _report(metrics: MetricsLog, row: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ class TransferQueue:
     order in which they finished, so that a batch does not depend on timing.
     """
 
-    def __init__(self, groups_per_step: int) -> None:
-        self._groups_per_step = groups_per_step
+    def __init__(self, groups_per_step: int, *, max_lag: int) -> None:
+        """`max_lag` versions of the weights is the most that a token may lag behind the step that trains on it."""
+        self._groups_per_step, self._max_lag = groups_per_step, max_lag
         self._groups: dict[int, Group] = {}
         self._taken = 0
         self._changed = asyncio.Condition()
@@ -30,15 +31,13 @@ class TransferQueue:
             self._changed.notify_all()
 
     async def take(self, step: int) -> list[Group]:
-        """Wait for all groups of `step` and remove them.
-
-        The rollouts are on-policy: a trajectory with a token older than version `step` is a mistake.
-        """
+        """Wait for all groups of `step` and remove them; a token that is too old for them is a mistake."""
         wanted = range(step * self._groups_per_step, (step + 1) * self._groups_per_step)
         async with self._changed:
             await self._changed.wait_for(lambda: all(index in self._groups for index in wanted))
             groups = [self._groups.pop(index) for index in wanted]
             self._taken = wanted.stop
-        stale = [group.prompt.index for group in groups if group.oldest_version != step]
-        assert not stale, f"prompts {stale} of step {step} were answered by other weights than version {step}"
+        allowed = range(step - self._max_lag, step + 1)
+        stale = [group.prompt.index for group in groups if group.oldest_version not in allowed]
+        assert not stale, f"prompts {stale} of step {step} were answered by weights of other versions than {allowed}"
         return groups

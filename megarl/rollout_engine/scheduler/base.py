@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-TRIAL_TOKENS = 16
-"""New tokens that a suspect may generate before it is trusted again."""
+TRIAL_TOKENS = (2, 64, 2048)
+"""New tokens that a request generates on trial, after the first, second, or a later engine that it was with died."""
 
 
 class Group:
@@ -44,8 +44,9 @@ class Request:
     reserved: int = 0  # of the engine's cache, while it runs
     stamp: int = 0  # of its one valid entry in a queue
     probe: bool = False
+    strikes: int = 0  # engines that died while it ran there
     suspect: bool = False
-    """An engine died while it ran: until it has passed its trial, an engine runs no other suspect beside it."""
+    """The last of them has just died: on its trial, no other suspect runs beside it."""
 
     @property
     def tokens(self) -> int:
@@ -89,11 +90,16 @@ class Scheduler(ABC):
         self._patience = patience
         self._groups_added = self._groups_done = 0
         self._unfinished: deque[Group] = deque()  # in the order of their arrival, the first unfinished one in front
+        self._suspects: deque[Request] = deque()
         self._by_load: list[tuple[int, int]] = []  # a heap of (load, engine), with entries that are no longer so
 
-    @abstractmethod
     def next(self) -> Assignment | None:
         """The next decision, after which the request counts as running; None: nothing can start now."""
+        return (self._next_trial() if self._suspects else None) or self._next()
+
+    @abstractmethod
+    def _next(self) -> Assignment | None:
+        """Of requests that are no suspects."""
 
     @abstractmethod
     def _enqueue(self, request: Request) -> None:
@@ -112,7 +118,8 @@ class Scheduler(ABC):
     def lost(self, number: int) -> list[Request]:
         """An engine died or was given up: what ran there waits again, from its last finished chunk.
 
-        Returns the requests that are not tried again, since they died with an engine while on trial.
+        Each of them is a suspect, and has to pass a trial. Returns those that were on trial when the engine died: they
+        are not tried again.
         """
         engine = self.engines.pop(number)
         victims, engine.running = list(engine.running.values()), {}
@@ -120,6 +127,7 @@ class Scheduler(ABC):
         for request in victims:
             self.running -= 1
             request.engine = None
+            request.strikes += 1
             if request.suspect:
                 self._end(request)
             else:
@@ -173,12 +181,28 @@ class Scheduler(ABC):
 
     def _wait(self, request: Request) -> None:
         self.waiting += 1
-        self._enqueue(request)
+        if request.suspect:
+            request.stamp = -1
+            self._suspects.append(request)
+        else:
+            self._enqueue(request)
+
+    def _next_trial(self) -> Assignment | None:
+        while self._suspects and not self._suspects[0].stamp:
+            self._suspects.popleft()
+        engines = [engine for engine in self.engines.values() if not engine.suspects and engine.free >= 0]
+        if not self._suspects or not engines:
+            return None
+        engine, request = min(engines, key=self._load), self._suspects[0]
+        trial = TRIAL_TOKENS[min(request.strikes, len(TRIAL_TOKENS)) - 1]
+        tokens = min(trial, request.limit - request.generated)
+        if engine.running and engine.free < request.tokens + tokens:
+            return None
+        self._suspects.popleft()
+        engine.suspects += 1
+        return self._start(request, engine, tokens)
 
     def _start(self, request: Request, engine: Engine, tokens: int) -> Assignment:
-        if request.suspect:
-            tokens = min(tokens, TRIAL_TOKENS)
-            engine.suspects += 1
         request.stamp = 0
         request.engine = request.group.home = engine
         request.reserved = request.prompt + request.generated + tokens
@@ -203,11 +227,7 @@ class Scheduler(ABC):
             self._by_load = [(self._load(one), one.number) for one in self.engines.values()]
             heapq.heapify(self._by_load)
 
-    def _least_loaded(self, request: Request) -> Engine | None:
-        """None where there is no engine, or each that there is tries another suspect."""
-        if request.suspect:
-            innocent = [engine for engine in self.engines.values() if not engine.suspects]
-            return min(innocent, key=self._load, default=None)
+    def _least_loaded(self) -> Engine | None:
         heap, engines = self._by_load, self.engines
         while heap:
             load, number = heap[0]
@@ -223,5 +243,5 @@ class Scheduler(ABC):
         while unfinished and not unfinished[0].unfinished:
             unfinished.popleft()
         if unfinished and unfinished[0].deadline < self._groups_done:
-            return next((request for request in unfinished[0].requests if request.stamp), None)
+            return next((request for request in unfinished[0].requests if request.stamp > 0), None)
         return None

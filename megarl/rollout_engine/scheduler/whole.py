@@ -14,7 +14,7 @@ class LeastLoaded(Scheduler):
         super().__init__(patience=patience)
         self._queue: deque[Request] = deque()
 
-    def next(self) -> Assignment | None:
+    def _next(self) -> Assignment | None:
         queue = self._queue
         while queue and not queue[0].stamp:
             queue.popleft()
@@ -32,7 +32,7 @@ class LeastLoaded(Scheduler):
         return len(engine.running)
 
     def _choose(self, request: Request) -> Engine | None:
-        return self._least_loaded(request)
+        return self._least_loaded()
 
 
 class GroupRoundRobin(LeastLoaded):
@@ -48,8 +48,8 @@ class GroupRoundRobin(LeastLoaded):
 
     def _choose(self, request: Request) -> Engine | None:
         home = request.group.home
-        if request.suspect or not self.engines:
-            return self._least_loaded(request)
+        if not self.engines:
+            return None
         if home is None or self.engines.get(home.number) is not home:
             while self._turns[0] not in self.engines:
                 self._turns.popleft()

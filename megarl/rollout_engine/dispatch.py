@@ -1,0 +1,292 @@
+"""Carries out what a scheduler decides: chunks as requests to engines, and responses put together from chunks.
+
+A response comes out exactly once, whatever happens to engines: a chunk whose engine dies or makes no progress runs
+again elsewhere, after the last that was finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.rollout_engine.channel import Lost
+from megarl.rollout_engine.client import Chunk, EngineClient, EngineLost, Load
+from megarl.rollout_engine.engine import EngineError
+from megarl.rollout_engine.scheduler import Context, Request, Scheduler
+from megarl.types import Completion, VersionSpan
+
+_TAIL = 0.9
+_LOOKS_PER_STALL = 8
+
+
+class PoisonedError(EngineError):
+    """A request was with two engines when they died; it is not tried again."""
+
+    def __init__(self, message: str, token_ids: list[int]) -> None:
+        super().__init__(message)
+        self.token_ids = token_ids
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Response(Request):
+    """A request with what it asks and what has come of it."""
+
+    input_ids: list[int]
+    temperature: float
+    stop_token: int
+    so_far: Completion = field(default_factory=lambda: Completion([], [], "length", []))
+    done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def extend(self, chunk: Completion) -> None:
+        whole, offset = self.so_far, len(self.so_far.output_ids)
+        whole.output_ids += chunk.output_ids
+        whole.logprobs += chunk.logprobs
+        whole.finish_reason = chunk.finish_reason
+        for span in chunk.versions:
+            if whole.versions and whole.versions[-1].version == span.version:
+                last = whole.versions.pop()
+                whole.versions.append(VersionSpan(span.version, last.start, offset + span.end))
+            else:
+                whole.versions.append(VersionSpan(span.version, offset + span.start, offset + span.end))
+
+
+@dataclass
+class Tally:
+    """What happened since the last step; times in seconds of a monotonic clock."""
+
+    started: float = field(default_factory=time.monotonic)
+    finished: list[tuple[float, int]] = field(default_factory=list)
+    """When each response ended, and its tokens."""
+    tokens: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    chunks: int = 0
+    asked: int = 0
+    cached: int = 0
+    preemptions: int = 0
+    lost: int = 0
+
+    def add(self, engine: int, chunk: Chunk, asked: int) -> None:
+        self.tokens[engine] += len(chunk.completion.output_ids)
+        self.chunks += 1
+        self.asked += asked
+        self.cached += chunk.cached
+        self.preemptions += chunk.preemptions
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of a step."""
+        ends = sorted(when for when, _ in self.finished)
+        seconds = max(ends[-1] - self.started, 1e-9) if ends else 0.0
+        speeds = sorted(self.tokens.values())
+        return {
+            "rollout/tokens_per_s": sum(speeds) / seconds if seconds else 0.0,
+            "rollout/tail_s": ends[-1] - ends[int(_TAIL * (len(ends) - 1))] if ends else 0.0,
+            "rollout/chunks": float(self.chunks),
+            "rollout/cached_fraction": self.cached / self.asked if self.asked else 0.0,
+            "rollout/preemptions": float(self.preemptions),
+            "rollout/engines_lost": float(self.lost),
+            "rollout/slowest_engine": speeds[0] / statistics.median(speeds) if speeds and speeds[-1] else 0.0,
+        }
+
+
+def length_metrics(name: str, lengths: list[int]) -> dict[str, float]:
+    """How long responses are, in tokens."""
+    ordered = sorted(lengths) or [0]
+    mean, most = statistics.fmean(ordered), ordered[-1]
+    tenth = ordered[int(_TAIL * (len(ordered) - 1))]
+    return {f"rollout/{name}_length": mean, f"rollout/{name}_length_p90": tenth, f"rollout/{name}_length_max": most}
+
+
+class Dispatcher:
+    """Use it inside a running event loop; `close` ends what it started."""
+
+    def __init__(self, scheduler: Scheduler, *, stall_s: float, needed_tokens: int) -> None:
+        """An engine that owes answers is given up when it has made no progress for `stall_s` seconds.
+
+        `needed_tokens` are those of the longest prompt and response, which every engine must hold.
+        """
+        self.scheduler, self.tally = scheduler, Tally()
+        self.progress_at = time.monotonic()
+        self.something_lost = asyncio.Event()
+        self._lost: list[Lost] = []
+        self._stall_s, self._needed_tokens = stall_s, needed_tokens
+        self._clients: dict[int, EngineClient] = {}
+        self._watches: dict[int, asyncio.Task[None]] = {}
+        self._chunks: set[asyncio.Task[None]] = set()
+        self._open: set[Response] = set()
+        self._held = False
+
+    async def serve(self, clients: Mapping[int, EngineClient]) -> None:
+        """These engines, by number, hold one version of the weights and can be asked from now on."""
+        for number in self._clients.keys() - clients.keys():
+            self.scheduler.leave(number)
+            self._forget(number)
+        new = [number for number, client in clients.items() if self._clients.get(number) is not client]
+        await asyncio.gather(*(self._join(number, clients[number]) for number in new))
+        self._held = False
+        self._pump()
+
+    async def hold(self) -> None:
+        """Nothing is generated until the next `serve`; what is under way goes on then."""
+        self._held = True
+        running = [self._clients[number] for number, engine in self.scheduler.engines.items() if engine.running]
+        await asyncio.gather(*(client.pause() for client in running), return_exceptions=True)  # the watch sees the lost
+
+    async def respond(
+        self,
+        input_ids: list[int],
+        *,
+        samples: int,
+        temperature: float,
+        max_new_tokens: int,
+        stop_token: int,
+        expected: int | None = None,
+    ) -> list[Completion]:
+        """`samples` responses to one prompt; `expected` is their length, if one is.
+
+        Raises PoisonedError, or EngineError: an engine refused.
+        """
+        responses = [
+            Response(
+                len(input_ids), max_new_tokens, input_ids=input_ids, temperature=temperature, stop_token=stop_token
+            )
+            for _ in range(samples)
+        ]
+        group = self.scheduler.add(responses, expected=expected)
+        self._open.update(responses)
+        self._pump()
+        try:
+            return list(await asyncio.gather(*(response.done for response in responses)))
+        finally:
+            self._open.difference_update(responses)
+            self.scheduler.withdraw(group)
+
+    def metrics(self) -> dict[str, float]:
+        """What is logged of a step."""
+        found = self.tally.metrics()
+        if isinstance(self.scheduler, Context) and (value := self.scheduler.correlation.value) is not None:
+            found["rollout/length_correlation"] = value
+        return found
+
+    def lengths(self) -> list[int]:
+        """Tokens of all responses since the last step, and so far of those under way."""
+        return [length for _, length in self.tally.finished] + [len(one.so_far.output_ids) for one in self._open]
+
+    def take_lost(self) -> list[Lost]:
+        """Engines that were given up since the last call."""
+        lost, self._lost = self._lost, []
+        self.something_lost.clear()
+        return lost
+
+    @property
+    def owing(self) -> list[str]:
+        """Engines that have not answered everything."""
+        return [f"{client.name} ({client.owed} requests)" for client in self._clients.values() if client.owed]
+
+    async def close(self) -> None:
+        tasks = [*self._watches.values(), *self._chunks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _pump(self) -> None:
+        while not self._held and (assignment := self.scheduler.next()) is not None:
+            response = assignment.request
+            assert isinstance(response, Response)
+            task = asyncio.ensure_future(self._run(response, assignment.engine, assignment.tokens))
+            self._chunks.add(task)
+            task.add_done_callback(self._chunks.discard)
+
+    async def _run(self, response: Response, number: int, tokens: int) -> None:
+        client = self._clients[number]
+        asked = response.input_ids + response.so_far.output_ids
+        try:
+            chunk = await client.generate(
+                asked, temperature=response.temperature, max_new_tokens=tokens, stop_token=response.stop_token
+            )
+        except EngineLost as error:
+            self.lose(number, client, str(error))
+            return
+        except EngineError as error:
+            if self._clients.get(number) is client:
+                self.scheduler.finished(response, 0, done=True)
+            if not response.done.done():
+                response.done.set_exception(error)
+            return
+        if self._clients.get(number) is not client:
+            return  # it was given up, and the chunk runs elsewhere
+        self.progress_at = time.monotonic()
+        self.tally.add(number, chunk, len(asked))
+        response.extend(chunk.completion)
+        new = len(chunk.completion.output_ids)
+        ended = chunk.completion.finish_reason == "stop" or response.generated + new >= response.limit
+        unwanted = response.done.done()
+        self.scheduler.finished(response, new, done=ended or unwanted)
+        if ended and not unwanted:
+            self.tally.finished.append((self.progress_at, len(response.so_far.output_ids)))
+            response.done.set_result(response.so_far)
+        self._pump()
+
+    async def _join(self, number: int, client: EngineClient) -> None:
+        try:
+            load = await client.load(timeout_s=self._stall_s)
+        except EngineLost as error:
+            self._report(number, client, str(error))
+            return
+        if load.max_total_num_tokens < self._needed_tokens:
+            raise EngineError(
+                f"{client.name} has room for {load.max_total_num_tokens} tokens in its cache, but the longest prompt"
+                f" and response have {self._needed_tokens}: lower rollout.max_new_tokens, or give engines more memory"
+                " (rollout.server_args: mem_fraction_static, max_total_tokens)"
+            )
+        self._clients[number] = client
+        self.scheduler.join(number, kv_tokens=load.max_total_num_tokens, max_running=load.max_running_requests)
+        self._watches[number] = asyncio.create_task(self._watch(number, client))
+
+    async def _watch(self, number: int, client: EngineClient) -> None:
+        """Give the engine up when it owes answers and nothing that it says of itself changes any more."""
+        period = self._stall_s / _LOOKS_PER_STALL
+        seen: tuple[Load, int] | None = None
+        since = time.monotonic()
+        while True:
+            await asyncio.sleep(period)
+            try:
+                looks: tuple[Load, int] | None = await client.load(timeout_s=period), client.owed
+            except EngineLost:
+                looks = seen
+            now = time.monotonic()
+            if looks != seen or self._held or not client.owed:
+                seen, since = looks, now
+                if client.owed and not self._held:
+                    self.progress_at = now
+            elif now - since > self._stall_s:
+                self.lose(number, client, f"{client.name} made no progress for {self._stall_s:.0f} s")
+                return
+
+    def lose(self, number: int, client: EngineClient, cause: str) -> None:
+        """The engine is not asked any more; what it ran runs elsewhere."""
+        if self._clients.get(number) is not client:
+            return
+        poisoned = self.scheduler.lost(number)
+        self._forget(number)
+        self.tally.lost += 1
+        for request in poisoned:
+            assert isinstance(request, Response)
+            tokens = request.input_ids + request.so_far.output_ids
+            text = f"a request of {len(tokens)} tokens was with two engines when they failed, the last time: {cause}"
+            if not request.done.done():
+                request.done.set_exception(PoisonedError(text, tokens))
+        self._report(number, client, cause)
+        self._pump()
+
+    def _forget(self, number: int) -> None:
+        del self._clients[number]
+        watch = self._watches.pop(number)
+        if watch is not asyncio.current_task():
+            watch.cancel()
+
+    def _report(self, number: int, client: EngineClient, cause: str) -> None:
+        self._lost.append(Lost(number, client.address, cause))
+        self.something_lost.set()

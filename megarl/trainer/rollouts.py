@@ -1,0 +1,97 @@
+"""Rollouts as every rank sees them: weights go out, groups come in; engines that fail meanwhile are started anew."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megarl.config import RlRecipe
+from megarl.observe import EVALUATIONS_FILE
+from megarl.rollout_engine import CoordinatorHandle, Evaluate, Evaluation, Take, Taken, Waiting
+from megarl.runtime import LOGGER
+from megarl.trainer.coordinator import TARGET
+from megarl.trainer.fleet import Fleet
+from megarl.trainer.job import Job
+from megarl.types import Group, WeightVersion
+
+if TYPE_CHECKING:
+    from megarl.model_engine import ModelEngine
+
+_LOOK_S = 0.5  # after engines that are starting
+_LOOKS_PER_DEADLINE = 8  # else, so that no rank waits in vain for one that waits for a long rollout
+
+
+class Rollouts:
+    """All calls are collectives of all ranks. Rank 0 has the coordinator, and speaks for it."""
+
+    def __init__(self, job: Job, recipe: RlRecipe, key: str) -> None:
+        """Start the engines and the coordinator; they become ready while models are built. `key` is the job's."""
+        self._job, self._recipe = job, recipe
+        self._fleet = Fleet(job, recipe, key)
+        scorers = self._fleet.scorer_addresses()
+        self._coordinator: CoordinatorHandle | None = None
+        if job.control.rank == 0:
+            self._coordinator = CoordinatorHandle(
+                TARGET,
+                recipe,
+                scorers,
+                key,
+                max_positions=job.shape.max_positions,
+                guard=job.guard,
+                log=job.run.logs / "coordinator.log",
+                failed_requests=job.run.path / "failed_requests.jsonl",
+            )
+
+    def wait_healthy(self) -> None:
+        """Return when all engines are."""
+        self._fleet.wait_healthy()
+
+    def publish(self, model: ModelEngine, version: WeightVersion) -> dict[str, float]:
+        """From now on the engines answer with the model's present weights; returns what is logged."""
+        self._model, self._version = model, version
+        moved = self._fleet.publish(model, version)
+        self._serve()
+        return moved
+
+    def take(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+        """Generate and wait for the groups of `step`; and rank 0's counts."""
+        if self._coordinator is not None:
+            self._coordinator.generate(self._version)
+        taken = self._wait(lambda wait_s: Take(step, wait_s), what=f"groups of step {step + 1}")
+        assert isinstance(taken, Taken)
+        counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
+        counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
+        return taken.groups, counts | taken.metrics
+
+    def evaluate(self, step: int) -> None:
+        """Accuracy on the held-out problems after `step` steps, written to the run directory by rank 0."""
+        if not self._recipe.evaluation.problems:
+            return
+        found = self._wait(Evaluate, what="evaluation")
+        assert isinstance(found, Evaluation)
+        if self._coordinator is not None:
+            with (self._job.run.path / EVALUATIONS_FILE).open("a") as file:
+                file.write(json.dumps({"step": step, **msgspec.to_builtins(found)}) + "\n")
+            accuracy = (found.accuracy, found.accuracy_greedy)
+            LOGGER.info("after step %d: accuracy %.3f at temperature 1, %.3f greedy", step, *accuracy)
+
+    def _wait(self, request: Any, *, what: str) -> Taken | Evaluation:
+        """Ask until the answer is there, and look after the engines meanwhile."""
+        deadline_s = self._recipe.runtime.deadline_s
+        while True:
+            reply = None
+            if self._coordinator is not None:
+                wait_s = deadline_s / _LOOKS_PER_DEADLINE if self._fleet.complete else _LOOK_S
+                reply = self._coordinator.ask(request(wait_s))
+            kind: Any = Taken | Evaluation | Waiting
+            reply = self._job.control.broadcast(reply, kind, what=what)
+            if not isinstance(reply, Waiting):
+                return reply
+            if self._fleet.tend(self._model, self._version, reply.lost):
+                self._serve()
+
+    def _serve(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.serve(self._fleet.serving)
