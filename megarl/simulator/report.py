@@ -54,6 +54,7 @@ class Summary:
     leftover_tokens: int
     """What unfinished responses have so far."""
     bound: float
+    """Seconds that no schedule can beat; 0 where the phase was cut off."""
     bound_work: float
     bound_longest: float
     wall_s: float
@@ -68,7 +69,7 @@ def summarize(policy: str, run: Run) -> Summary:
     prefill_s = sum(engine.counts.prefill_s for engine in run.engines)
     prompts = {job.group: job.prompt for job in run.jobs if job.generated}
     leftovers = [job.generated for job in run.jobs if job.number not in run.finish]
-    limits = bounds(run.workload, run.model, len(run.engines))
+    limits = bounds(run.workload, run.model, len(run.engines)) if not leftovers else Bounds(0.0, 0.0)
     kept = sum(job.generated for job in run.jobs)
     last = math.ceil((1 - TAIL) * len(finish))
     return Summary(
