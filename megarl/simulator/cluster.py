@@ -17,8 +17,10 @@ from megarl.simulator.speed import EngineModel
 from megarl.simulator.workload import Workload
 
 Sample = tuple[float, int, int, int]
-"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests. All is linear from
-one sample to the next; where something jumps there are two."""
+"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests.
+
+All is linear from one sample to the next; where something jumps there are two.
+"""
 
 EVENTS_A_REPORT = 4096
 
