@@ -3,61 +3,79 @@
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 
 from megarl.rollout_engine.scheduler.base import Assignment, Engine, Request, Scheduler
 
-_LEAST_CHUNK, _MOST_CHUNK = 256, 4096
-_PART = 2  # a chunk is one part in so many of what has been generated, so that little is reserved in vain
+_CHUNK = 1.0
 _HEADROOM = 0.1  # of a cache, kept for those that run there: one that has to wait half-way loses its place in it
+_YIELD = 0.02
 _IMBALANCE = 8  # one part in so many of a cache may be less free where a request's prefix is cached
 _NEW = 1 << 40
+_LEAST = 4
 
 
 class Divided(Scheduler):
-    """What has begun goes on, the oldest first; then what came first.
-
-    A chunk starts where the cache has room for the prompt, what has been generated, and the chunk, so that an engine
-    never has to preempt. It prefers the engine whose cache has its prefix, unless another is much emptier.
-    """
-
     def __init__(self, *, chunk_tokens: int | None = None, patience: int = 1 << 62) -> None:
         """`chunk_tokens` are the new tokens of a chunk while others wait; None: more, the longer a response is."""
         super().__init__(patience=patience)
         self._chunk_tokens = chunk_tokens
+        self._ended: deque[Request] = deque()
         self._queue: list[tuple[int, int, Request]] = []  # a heap of (key, stamp, request), some no longer valid
         self._stamp = 0
 
     def _next(self) -> Assignment | None:
+        ended = self._ended
+        while ended:
+            request = ended.popleft()
+            if request.stamp and (assignment := self._go_on(request)):
+                return assignment
+            if request.stamp:
+                self._put_aside(request)
         queue = self._queue
         while queue and queue[0][1] != queue[0][2].stamp:
             heapq.heappop(queue)
         if not queue:
             return None
         request = self._starving() or queue[0][2]
-        held = request.prompt + request.generated
-        remaining = request.limit - request.generated
-        tokens = self._chunk_tokens or min(max(request.generated // _PART, _LEAST_CHUNK), _MOST_CHUNK)
-        tokens = min(tokens, remaining)
-        engine = self._place(request, held, held + tokens)
-        if engine is None:
-            return None
-        if self.waiting == 1:  # nothing to choose from at the end of a chunk; but others need room to go on
-            tokens = min(max(tokens, (engine.kv_tokens - engine.used - held) // 2), remaining)
-        return self._start(request, engine, tokens)
-
-    def _place(self, request: Request, held: int, need: int) -> Engine | None:
-        """The engine for a request that holds so many tokens, and needs room for so many."""
         best = self._least_loaded()
         if best is None:
             return None
+        held = request.prompt + request.generated
+        tokens = min(self._chunk(best), request.limit - request.generated)
         home = request.engine or request.group.home
         if home is not None and home is not best and self.engines.get(home.number) is home:
             cached = held if home is request.engine else request.prompt
-            if home.free >= need and home.used - best.used <= cached + home.kv_tokens // _IMBALANCE:
+            room = home.free - _HEADROOM * home.kv_tokens
+            if room >= held + tokens and home.used - best.used <= cached + home.kv_tokens // _IMBALANCE:
                 best = home
-        stays = best is request.engine and request.generated
-        headroom = 0 if stays or not best.running else int(_HEADROOM * best.kv_tokens)
-        return best if best.free >= need + headroom else None
+        if best.free < held + tokens + (_HEADROOM * best.kv_tokens if best.running else 0):
+            return None
+        return self._start(request, best, tokens)
+
+    def _chunk(self, engine: Engine) -> int:
+        return self._chunk_tokens or int(_CHUNK * math.sqrt(engine.kv_tokens))
+
+    def _go_on(self, request: Request) -> Assignment | None:
+        engine = request.engine
+        if engine is None:
+            return None
+        held = request.prompt + request.generated
+        chunk = self._chunk(engine)
+        remaining = request.limit - request.generated
+        if self.waiting == len(self._ended) + 1:
+            best = self._least_loaded()
+            if best is not None and best is not engine:
+                if best.free >= held + chunk and engine.used - best.used > held + engine.kv_tokens // _IMBALANCE:
+                    return self._start(request, best, min(chunk, remaining))
+        room = engine.free - held
+        below = held * len(engine.running) < engine.used
+        if below:
+            room -= int(_YIELD * engine.kv_tokens)
+        if room < min(chunk // _LEAST, remaining):
+            return None
+        return self._start(request, engine, min(chunk, remaining, max(room, chunk // _LEAST)))
 
     def _load(self, engine: Engine) -> int:
         return engine.used if len(engine.running) < engine.max_running else engine.kv_tokens
@@ -65,7 +83,13 @@ class Divided(Scheduler):
     def _enqueue(self, request: Request) -> None:
         self._stamp += 1
         request.stamp = self._stamp
-        heapq.heappush(self._queue, (self._key(request), self._stamp, request))
+        if request.engine is not None:
+            self._ended.append(request)
+        else:
+            heapq.heappush(self._queue, (self._key(request), self._stamp, request))
+
+    def _put_aside(self, request: Request) -> None:
+        heapq.heappush(self._queue, (self._key(request), request.stamp, request))
 
     def _key(self, request: Request) -> int:
         """The least is next."""
