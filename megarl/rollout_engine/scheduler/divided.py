@@ -10,7 +10,6 @@ from megarl.rollout_engine.scheduler.base import Assignment, Engine, Request, Sc
 
 _CHUNK = 1.0
 _HEADROOM = 0.1  # of a cache, kept for those that run there: one that has to wait half-way loses its place in it
-_YIELD = 0.02
 _IMBALANCE = 8  # one part in so many of a cache may be less free where a request's prefix is cached
 _NEW = 1 << 40
 _LEAST = 4
@@ -42,40 +41,37 @@ class Divided(Scheduler):
         best = self._least_loaded()
         if best is None:
             return None
-        held = request.prompt + request.generated
         tokens = min(self._chunk(best), request.limit - request.generated)
         home = request.engine or request.group.home
         if home is not None and home is not best and self.engines.get(home.number) is home:
-            cached = held if home is request.engine else request.prompt
-            room = home.free - _HEADROOM * home.kv_tokens
-            if room >= held + tokens and home.used - best.used <= cached + home.kv_tokens // _IMBALANCE:
+            cached = request.prompt + (request.generated if home is request.engine else 0)
+            if self._admits(home, request, tokens) and home.used - best.used <= cached + home.kv_tokens // _IMBALANCE:
                 best = home
-        if best.free < held + tokens + (_HEADROOM * best.kv_tokens if best.running else 0):
+        if not self._admits(best, request, tokens):
             return None
         return self._start(request, best, tokens)
+
+    def _admits(self, engine: Engine, request: Request, tokens: int) -> bool:
+        headroom = _HEADROOM * engine.kv_tokens if engine.running else 0
+        return engine.room(request) >= tokens + headroom
 
     def _chunk(self, engine: Engine) -> int:
         return self._chunk_tokens or int(_CHUNK * math.sqrt(engine.kv_tokens))
 
     def _go_on(self, request: Request) -> Assignment | None:
         engine = request.engine
-        if engine is None:
+        if engine is None or self.engines.get(engine.number) is not engine:
             return None
-        held = request.prompt + request.generated
-        chunk = self._chunk(engine)
-        remaining = request.limit - request.generated
+        tokens = min(self._chunk(engine), request.limit - request.generated)
         if self.waiting == len(self._ended) + 1:
             best = self._least_loaded()
-            if best is not None and best is not engine:
-                if best.free >= held + chunk and engine.used - best.used > held + engine.kv_tokens // _IMBALANCE:
-                    return self._start(request, best, min(chunk, remaining))
-        room = engine.free - held
-        below = held * len(engine.running) < engine.used
-        if below:
-            room -= int(_YIELD * engine.kv_tokens)
-        if room < min(chunk // _LEAST, remaining):
+            if best is not None and best is not engine and best.room(request) >= tokens:
+                if engine.used - best.used > request.tokens + engine.kv_tokens // _IMBALANCE:
+                    return self._start(request, best, tokens)
+        room = engine.room(request)
+        if room < tokens // _LEAST:
             return None
-        return self._start(request, engine, min(chunk, remaining, max(room, chunk // _LEAST)))
+        return self._start(request, engine, max(min(tokens, room), 1))
 
     def _load(self, engine: Engine) -> int:
         return engine.used if len(engine.running) < engine.max_running else engine.kv_tokens
