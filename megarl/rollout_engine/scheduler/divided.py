@@ -11,8 +11,9 @@ from megarl.rollout_engine.scheduler.base import Assignment, Engine, Request, Sc
 _CHUNK = 1.0
 _HEADROOM = 0.1  # of a cache, kept for those that run there: one that has to wait half-way loses its place in it
 _IMBALANCE = 8  # one part in so many of a cache may be less free where a request's prefix is cached
-_NEW = 1 << 40
 _LEAST = 4
+_FIRST = 16
+_SLACK = 0
 
 
 class Divided(Scheduler):
@@ -32,20 +33,21 @@ class Divided(Scheduler):
                 return assignment
             if request.stamp:
                 self._put_aside(request)
-        queue = self._queue
-        while queue and queue[0][1] != queue[0][2].stamp:
-            heapq.heappop(queue)
-        if not queue:
+        request = self._starving() or self._first()
+        if request is None:
             return None
-        request = self._starving() or queue[0][2]
         best = self._least_loaded()
         if best is None:
             return None
         tokens = min(self._chunk(best), request.limit - request.generated)
+        slack = best.kv_tokens // _IMBALANCE
+        if not request.generated:
+            tokens = max(tokens, request.limit // _FIRST)
+            slack = _SLACK * request.prompt
         home = request.engine or request.group.home
         if home is not None and home is not best and self.engines.get(home.number) is home:
             cached = request.prompt + (request.generated if home is request.engine else 0)
-            if self._admits(home, request, tokens) and home.used - best.used <= cached + home.kv_tokens // _IMBALANCE:
+            if self._admits(home, request, tokens) and home.used - best.used <= cached + slack:
                 best = home
         if not self._admits(best, request, tokens):
             return None
@@ -54,6 +56,12 @@ class Divided(Scheduler):
     def _admits(self, engine: Engine, request: Request, tokens: int) -> bool:
         headroom = _HEADROOM * engine.kv_tokens if engine.running else 0
         return engine.room(request) >= tokens + headroom
+
+    def _first(self) -> Request | None:
+        queue = self._queue
+        while queue and queue[0][1] != queue[0][2].stamp:
+            heapq.heappop(queue)
+        return queue[0][2] if queue else None
 
     def _chunk(self, engine: Engine) -> int:
         return self._chunk_tokens or int(_CHUNK * math.sqrt(engine.kv_tokens))
@@ -89,4 +97,4 @@ class Divided(Scheduler):
 
     def _key(self, request: Request) -> int:
         """The least is next."""
-        return request.group.number if request.generated else request.group.number + _NEW
+        return 0 if request.generated else request.group.number + 1
