@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from megarl.rollout_engine.scheduler.lengths import Moments
+
 TRIAL_TOKENS = (2, 64, 2048)
 """New tokens that a request generates on trial, after the first, second, or a later engine that it was with died."""
 
@@ -20,11 +22,13 @@ TRIAL_TOKENS = (2, 64, 2048)
 class Group:
     """The samples of one prompt. `estimate` is the length (tokens) that is expected of those that still run."""
 
-    __slots__ = ("deadline", "estimate", "finished", "home", "number", "requests", "unfinished")
+    __slots__ = ("deadline", "estimate", "home", "known", "number", "prompt", "requests", "unfinished")
 
     def __init__(self, number: int, requests: Sequence[Request], *, estimate: int, deadline: int) -> None:
         self.number, self.requests, self.estimate, self.deadline = number, requests, estimate, deadline
-        self.unfinished, self.finished = len(requests), 0
+        self.prompt = max(request.prompt for request in requests)
+        self.unfinished = len(requests)  # 0 as well when it was withdrawn
+        self.known: Moments | None = None  # of its finished members' lengths
         self.home: Engine | None = None  # which has the prompt in its cache
 
 
@@ -41,7 +45,7 @@ class Request:
     generated: int = 0
     group: Group = field(init=False, repr=False)
     engine: Engine | None = field(default=None, repr=False)  # where it runs, or ran last
-    reserved: int = 0  # of the engine's cache, while it runs
+    reserved: int = 0  # of the engine's cache besides the prompt, while it runs
     stamp: int = 0  # of its one valid entry in a queue
     probe: bool = False
     strikes: int = 0  # engines that died while it ran there
@@ -61,14 +65,19 @@ class Engine:
     number: int
     kv_tokens: int
     max_running: int
-    used: int = 0
+    used: int = 0  # tokens that are reserved; a prompt counts once, however many of its samples run
     running: dict[int, Request] = field(default_factory=dict, repr=False)
+    prompts: dict[Group, int] = field(default_factory=dict, repr=False)  # how many samples run of each
     suspects: int = 0
+    listed: int = -1  # the load of its one valid entry in the heap of loads, which is never above its load
 
-    @property
-    def free(self) -> int:
-        """Tokens of its cache that are not reserved; -1: it takes no further request."""
-        return self.kv_tokens - self.used if len(self.running) < self.max_running else -1
+    def room(self, request: Request) -> int:
+        """New tokens of the request that fit into its cache; less than 1: it cannot run here."""
+        if len(self.running) >= self.max_running:
+            return 0
+        group = request.group
+        prompt = 0 if group in self.prompts else group.prompt
+        return self.kv_tokens - self.used - prompt - request.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,7 @@ class Scheduler(ABC):
         self._groups_added = self._groups_done = 0
         self._unfinished: deque[Group] = deque()  # in the order of their arrival, the first unfinished one in front
         self._suspects: deque[Request] = deque()
-        self._by_load: list[tuple[int, int]] = []  # a heap of (load, engine), with entries that are no longer so
+        self._by_load: list[tuple[int, int]] = []  # a heap of (load, engine), see `Engine.listed`
 
     def next(self) -> Assignment | None:
         """The next decision, after which the request counts as running; None: nothing can start now."""
@@ -122,7 +131,7 @@ class Scheduler(ABC):
         are not tried again.
         """
         engine = self.engines.pop(number)
-        victims, engine.running = list(engine.running.values()), {}
+        victims, engine.running, engine.prompts = list(engine.running.values()), {}, {}
         poisoned = [request for request in victims if request.suspect]
         for request in victims:
             self.running -= 1
@@ -130,7 +139,7 @@ class Scheduler(ABC):
             request.strikes += 1
             if request.suspect:
                 self._end(request)
-            else:
+            elif request.group.unfinished:
                 request.suspect = True
                 self._wait(request)
         return poisoned
@@ -157,9 +166,15 @@ class Scheduler(ABC):
         """A chunk came back with so many new tokens, and with the response's end or without."""
         engine = request.engine
         assert engine is not None, "it does not run"
+        group, prompts = request.group, engine.prompts
         del engine.running[id(request)]
         self.running -= 1
         engine.used -= request.reserved
+        if prompts[group] == 1:
+            del prompts[group]
+            engine.used -= group.prompt
+        else:
+            prompts[group] -= 1
         request.generated += tokens
         if request.suspect:
             engine.suspects -= 1
@@ -167,11 +182,11 @@ class Scheduler(ABC):
         self._touched(engine)
         if done:
             self._end(request)
-        else:
+        elif group.unfinished:
             self._wait(request)
 
     def withdraw(self, group: Group) -> None:
-        """What waits of a group is not wanted any more; nothing of it may run."""
+        """A group is not wanted any more: nothing of it starts, and what runs ends with its chunk."""
         for request in group.requests:
             if request.stamp:
                 request.stamp = 0
@@ -190,51 +205,65 @@ class Scheduler(ABC):
     def _next_trial(self) -> Assignment | None:
         while self._suspects and not self._suspects[0].stamp:
             self._suspects.popleft()
-        engines = [engine for engine in self.engines.values() if not engine.suspects and engine.free >= 0]
-        if not self._suspects or not engines:
+        if not self._suspects:
             return None
-        engine, request = min(engines, key=self._load), self._suspects[0]
+        request = self._suspects[0]
         trial = TRIAL_TOKENS[min(request.strikes, len(TRIAL_TOKENS)) - 1]
         tokens = min(trial, request.limit - request.generated)
-        if engine.running and engine.free < request.tokens + tokens:
+        able = [one for one in self.engines.values() if not one.suspects and self._admits(one, request, tokens)]
+        if not able:
             return None
+        engine = min(able, key=self._load)
         self._suspects.popleft()
         engine.suspects += 1
         return self._start(request, engine, tokens)
 
+    def _admits(self, engine: Engine, request: Request, tokens: int) -> bool:
+        """Whether the engine may be given so many new tokens of the request."""
+        return engine.room(request) >= tokens
+
     def _start(self, request: Request, engine: Engine, tokens: int) -> Assignment:
+        group, prompts = request.group, engine.prompts
         request.stamp = 0
-        request.engine = request.group.home = engine
-        request.reserved = request.prompt + request.generated + tokens
-        engine.used += request.reserved
+        request.engine = group.home = engine
+        request.reserved = reserved = request.generated + tokens
+        if group in prompts:
+            prompts[group] += 1
+        else:
+            prompts[group] = 1
+            reserved += group.prompt
+        engine.used += reserved
         engine.running[id(request)] = request
         self.waiting -= 1
         self.running += 1
-        self._touched(engine)
         return Assignment(request, engine.number, tokens)
 
     def _end(self, request: Request) -> None:
         group = request.group
-        group.unfinished -= 1
-        if not group.unfinished:
-            self._groups_done += 1
+        if group.unfinished:
+            group.unfinished -= 1
+            self._groups_done += not group.unfinished
 
     def _touched(self, engine: Engine) -> None:
-        """The engine's load has changed."""
-        heap = self._by_load
-        heapq.heappush(heap, (self._load(engine), engine.number))
-        if len(heap) > 8 * len(self.engines) + 64:
-            self._by_load = [(self._load(one), one.number) for one in self.engines.values()]
-            heapq.heapify(self._by_load)
+        """The engine's load may be less than it was."""
+        load = self._load(engine)
+        if engine.listed < 0 or load < engine.listed:
+            engine.listed = load
+            heapq.heappush(self._by_load, (load, engine.number))
 
     def _least_loaded(self) -> Engine | None:
         heap, engines = self._by_load, self.engines
         while heap:
-            load, number = heap[0]
+            listed, number = heap[0]
             engine = engines.get(number)
-            if engine is not None and self._load(engine) == load:
+            if engine is None or engine.listed != listed:
+                heapq.heappop(heap)
+                continue
+            load = self._load(engine)
+            if load <= listed:
                 return engine
-            heapq.heappop(heap)
+            engine.listed = load
+            heapq.heapreplace(heap, (load, number))
         return None
 
     def _starving(self) -> Request | None:

@@ -21,7 +21,6 @@ class Context(Divided):
         super().__init__(chunk_tokens=chunk_tokens, patience=patience)
         self.correlation = Correlation()
         self.trusts_groups = True
-        self._known: dict[Group, Moments] = {}
 
     def finished(self, request: Request, tokens: int, *, done: bool) -> None:
         group, length = request.group, request.generated + tokens
@@ -30,12 +29,10 @@ class Context(Divided):
             self._learn(group, length)
 
     def _learn(self, group: Group, length: int) -> None:
-        old = self._known.get(group)
-        new = self._known[group] = (old or Moments()).with_length(length)
+        old = group.known
+        new = group.known = (old or Moments()).with_length(length)
         self.correlation.replace(old, new)
         group.estimate = length if old is None else max(group.estimate, length)
-        if not group.unfinished:
-            del self._known[group]
         value = self.correlation.value
         trusts = value is None or value > (_DOUBTED if self.trusts_groups else _TRUSTED)
         if trusts != self.trusts_groups:
@@ -53,7 +50,6 @@ class Context(Divided):
             return super()._key(request)
         if request.probe:
             return _PROBES + request.generated
-        # what has begun holds cache: others must be expected to be longer by as much to pass it
         # what has begun holds cache: others must be expected to be longer by as much to pass it
         return -max(request.group.estimate, request.generated) - request.generated
 
