@@ -31,5 +31,5 @@ def main() -> None:
 def _fork_processes() -> None:
     """SGLang spawns its processes, as CUDA demands; forked ones need not import it again, which takes each 10 s."""
     multiprocessing.set_start_method("fork", force=True)
-    multiprocessing.set_start_method = lambda *_, **__: None  # type: ignore[method-assign,assignment]
+    multiprocessing.set_start_method = lambda *_, **__: None
     os.register_at_fork(after_in_child=attach)
