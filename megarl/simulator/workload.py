@@ -69,8 +69,8 @@ class LengthModel:
         low, high = 0.0, 2 * np.log(self.cap)
         if not lengths(low).mean() <= self.mean <= lengths(high).mean():
             raise ValueError(
-                f"no log-normal clipped at {self.cap:,} tokens has a mean of {self.mean:,.0f}, with {runs_away.sum():,} of "
-                f"{spread.size:,} requests running to the cap"
+                f"no log-normal clipped at {self.cap:,} tokens has a mean of {self.mean:,.0f}: "
+                f"{runs_away.sum():,} of {spread.size:,} requests run to the cap"
             )
         for _ in range(60):
             middle = (low + high) / 2
