@@ -8,7 +8,16 @@ from __future__ import annotations
 from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AnyRecipe, Critic, DirectPublish, InformativeGroups, Layout, RlRecipe, SftBatch
+from megarl.config.recipe import (
+    AnyRecipe,
+    Critic,
+    DirectPublish,
+    FirstGroups,
+    InformativeGroups,
+    Layout,
+    RlRecipe,
+    SftBatch,
+)
 from megarl.config.reward import Serving
 
 _MOST_NAMED = 64
@@ -170,6 +179,11 @@ def _groups(recipe: RlRecipe) -> list[str]:
             problems.append(
                 f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({batch.prompts}); use at least that"
             )
+    if isinstance(sampling, FirstGroups) and not batch.prompts < sampling.ask <= 2 * batch.prompts:
+        problems.append(
+            f"batch.sampling.ask: {sampling.ask} prompts under way, of which a step takes batch.prompts"
+            f" ({batch.prompts}); use more than that, and at most twice as many, so that what is left can be taken next"
+        )
     return problems
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 
-from megarl.runtime.child import attach
+from megarl.runtime import die_with_parent
 
 
 def main() -> None:
@@ -32,4 +32,4 @@ def _fork_processes() -> None:
     """SGLang spawns its processes, as CUDA demands; forked ones need not import it again, which takes each 10 s."""
     multiprocessing.set_start_method("fork", force=True)
     multiprocessing.set_start_method = lambda *_, **__: None
-    os.register_at_fork(after_in_child=attach)
+    os.register_at_fork(after_in_child=lambda: die_with_parent(os.getppid()))

@@ -16,15 +16,14 @@ from megarl.runtime.lifeline import die_with_parent
 PARENT_VARIABLE = "MEGARL_PARENT_PID"
 
 
-def attach() -> None:
-    """End this process when the one that started it ends."""
+def _attach() -> None:
     die_with_parent(int(os.environ[PARENT_VARIABLE]))
     os.environ[PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
 
 
 def main() -> None:
     """Run the function that the command line names."""
-    attach()
+    _attach()
     # launchers may bind each rank to one core, which a child would inherit
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
     module, _, function = sys.argv[1].partition(":")
@@ -32,6 +31,6 @@ def main() -> None:
 
 
 if __name__ == "__mp_main__":
-    attach()
+    _attach()
 if __name__ == "__main__":
     main()
