@@ -249,10 +249,10 @@ _PLACES = ("dp_size", "json_model_override_args", "load_format", "pp_size", "qua
 
 def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:
     problems, size = [], serving.tensor_parallel
-    if world % size or ranks_per_node % size:
+    if world % size or (ranks_per_node % size and size % ranks_per_node):
         problems.append(
-            f"{key}.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
-            f" there are {world} ranks, {ranks_per_node} a node"
+            f"{key}.tensor_parallel: engines of {size} ranks must divide the world evenly, and each lie on one node or"
+            f" on whole ones; there are {world} ranks, {ranks_per_node} a node"
         )
     owned = [name for name in _OWNED if name in serving.server_args]
     return problems + [f"{key}.server_args.{name}: megarl sets this one itself; leave it out" for name in owned]
