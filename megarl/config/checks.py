@@ -16,6 +16,7 @@ from megarl.config.recipe import (
     InformativeGroups,
     Layout,
     RlRecipe,
+    Rollout,
     SftBatch,
 )
 from megarl.config.reward import Serving
@@ -249,10 +250,12 @@ _PLACES = ("dp_size", "json_model_override_args", "load_format", "pp_size", "qua
 
 def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:
     problems, size = [], serving.tensor_parallel
-    if world % size or (ranks_per_node % size and size % ranks_per_node):
+    spans = isinstance(serving, Rollout) and size % ranks_per_node == 0
+    if world % size or (ranks_per_node % size and not spans):
+        places = "on one node or on whole ones" if isinstance(serving, Rollout) else "on one node"
         problems.append(
-            f"{key}.tensor_parallel: engines of {size} ranks must divide the world evenly, and each lie on one node or"
-            f" on whole ones; there are {world} ranks, {ranks_per_node} a node"
+            f"{key}.tensor_parallel: engines of {size} ranks must divide the world evenly, and each lie {places};"
+            f" there are {world} ranks, {ranks_per_node} a node"
         )
     owned = [name for name in _OWNED if name in serving.server_args]
     return problems + [f"{key}.server_args.{name}: megarl sets this one itself; leave it out" for name in owned]
