@@ -586,11 +586,12 @@ def test_a_dry_run_names_all_models(job: Path) -> None:
         "reward.sources.served={type: engine, model: {path: scorer}}",
     ]
     recipe = load_recipe(job / "rl.yaml", overrides)
-    assert list(describe_models(recipe, read_model_shape(recipe.model.path))) == [
+    assert list(describe_models(recipe, read_model_shape(recipe.model.path), world=4)) == [
         "model: qwen3, 0.13M parameters, 2 layers",
         "reference: model, qwen3, 0.13M parameters, 2 layers, frozen, in the model's layout",
         "critic: scorer, qwen3, 0.08M parameters, 1 layer, trained in the model's layout",
         "reward.sources.taste: scorer, qwen3, 0.08M parameters, 1 layer, frozen, in the model's layout",
+        "rollouts: 4 engines of 1 rank each, in float32, policy context, weights by direct",
         "reward.sources.served: scorer, qwen3, 0.08M parameters, 1 layer, on an engine of its own",
     ]
 
