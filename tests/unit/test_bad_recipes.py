@@ -591,8 +591,8 @@ def test_a_dry_run_names_all_models(job: Path) -> None:
         "reference: model, qwen3, 0.13M parameters, 2 layers, frozen, in the model's layout",
         "critic: scorer, qwen3, 0.08M parameters, 1 layer, trained in the model's layout",
         "reward.sources.taste: scorer, qwen3, 0.08M parameters, 1 layer, frozen, in the model's layout",
-        "rollouts: 4 engines of 1 rank each, in float32, policy context, weights by direct",
         "reward.sources.served: scorer, qwen3, 0.08M parameters, 1 layer, on an engine of its own",
+        "rollouts: 4 engines of 1 rank each, in float32, policy context, weights by direct",
     ]
 
 
@@ -611,6 +611,7 @@ def test_a_dry_run_prints_the_recipe_and_each_ranks_part(job: Path, run: Run) ->
     assert load_recipe(job / "resolved.yaml", []) == load_recipe(job / "rl.yaml", overrides)
     assert [line for line in ended.output.splitlines() if line.startswith("#")] == [
         "# model: qwen3, 0.13M parameters, 2 layers",
+        "# rollouts: 2 engines of 2 ranks each, in float32, policy context, weights by direct",
         "# run directory: run",
         "# what each rank would do; everything is counted from 0:",
         "# rank 0: tensor 0/2, pipeline 0/2, data 0/1; layer 0, vocabulary rows 0-255;"
