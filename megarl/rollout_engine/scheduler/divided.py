@@ -16,7 +16,7 @@ _FIRST_PART = 16
 """A first chunk is at least one part in so many of the longest response: if more start than can go on together, most
 lose their cache and are prefilled again."""
 _LEAST_PART = 4
-"""A chunk is cut short for want of room, to one part in so many at most: one that is hardly any is not worth its end."""
+"""A chunk may be cut short for want of room, to one part in so many: one that is hardly any is not worth its end."""
 _HEADROOM = 0.1
 """The part of a cache that is kept for those that run there to grow."""
 _BALANCED = 0.85
