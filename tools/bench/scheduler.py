@@ -30,7 +30,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megarl.rollout_engine.scheduler import POLICIES, Assignment, Request, Scheduler  # noqa: E402
+from megarl.rollout_engine.scheduler import POLICIES, Assignment, Request, Scheduler
 
 GROUP, PROMPT, LIMIT, MEAN = 8, 512, 32_768, 4_000
 KV_TOKENS, MAX_RUNNING = 100_000, 256
