@@ -61,7 +61,7 @@ def check_only(args: argparse.Namespace) -> None:
     shape = preflight(recipe, world=world, ranks_per_node=world, resume=args.resume)
     if args.dry_run:
         print(dump_recipe(recipe))
-        print("\n".join(f"# {line}" for line in describe_models(recipe, shape)))
+        print("\n".join(f"# {line}" for line in describe_models(recipe, shape, world=world)))
         print(f"# run directory: {recipe.directory}")
         print("# what each rank would do; everything is counted from 0:")
         print("\n".join(f"# {line}" for line in describe_ranks(recipe, shape, world=world)))

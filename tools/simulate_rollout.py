@@ -22,7 +22,7 @@ trainer does, oracle knows all lengths.
 
 Columns:
   seconds    of the whole phase; bound: what no schedule can beat, the larger of all work shared evenly over the engines
-             (bound_work in --json) and of the longest response alone on an engine (bound_longest)
+             (bound_work in --json) and of the longest response alone on an engine (bound_longest); 0 with --enough
   tokens/s   new tokens
   tail       seconds from the finish of 90 % of the requests to the end
   idle       % of the engines' time in which they had nothing to do

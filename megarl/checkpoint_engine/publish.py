@@ -22,7 +22,7 @@ from megarl.checkpoint_engine.check_plan import check
 from megarl.checkpoint_engine.exchange import Amount, Delivery, Exchange, Precision, ShardSource
 from megarl.checkpoint_engine.plan import make_plan
 from megarl.checkpoint_engine.sides import Engines, Training
-from megarl.checkpoint_engine.slot import Handle, Head, Slot
+from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import DirectPublish, DiskPublish, FullPublish, ModelShape, Publish
 from megarl.rollout_engine import EngineError
 from megarl.runtime import ControlPlane
@@ -167,12 +167,15 @@ class _Update:
     ) -> None:
         self._control, self._exchange, self._slots, self._version = control, exchange, slots, version
         rank, self._groups = control.rank, engines.ranks
-        team = next((self._groups[number] for number in numbers if rank in self._groups[number]), ())
+        self._number = next((number for number in numbers if rank in self._groups[number]), None)
+        team = () if self._number is None else self._groups[self._number]
         self._engine = engine if team[:1] == (rank,) else None
         self._delivery, self._failed = Delivery(), dict[int, str]()
+        self._asked: Slot | None = None  # which this rank's process of the engine looks at
+        self._wrong = ""  # what it said
         self._thread, self._loading = ThreadPoolExecutor(1), Future[str]()
         self._loading.set_result("")
-        handles = control.allgather([slot.handle for slot in slots], list[Handle], what=self._what("memory"))
+        handles = control.allgather([slot.handle for slot in slots], list[bytes], what=self._what("memory"))
         self._handles = [[handles[one][i] for one in team] for i in range(_SLOTS)]
         self._ask(methodcaller("begin_update"))
 
@@ -203,6 +206,7 @@ class _Update:
     def finish(self) -> Published:
         """Engines that hold the version go on."""
         self._meet("comparison")
+        self._meet("answers")
         self._ask(methodcaller("end_update", self._version))
         nbytes, planned = self._meet("end")
         return Published(self._failed, nbytes, planned)
@@ -221,20 +225,13 @@ class _Update:
         """When all ranks have come here, the engine's processes look at their slots of that number, and answer."""
         self._slots[number].write(head)
         self._meet(what)
-
-        def load(engine: EngineTarget) -> None:
-            handles = self._handles[number]
-            engine.load_slots([handle.pickled for handle in handles], last=bool(head.sums))
-            for rank, handle in enumerate(handles):
-                if error := handle.answer():
-                    raise EngineError(f"rank {rank} of the engine: {error}")
-
-        self._ask(load)
+        self._ask(methodcaller("load_slots", self._handles[number], last=bool(head.sums)))
+        self._asked = None if self._number is None else self._slots[number]
 
     def _ask(self, action: Callable[[EngineTarget], None]) -> None:
         """Of the engine that this rank leads, after what it is at, unless it has failed."""
         engine, before = self._engine, self._loading
-        if engine is None:
+        if engine is None or self._number in self._failed:
             return
 
         def run() -> str:
@@ -253,13 +250,16 @@ class _Update:
 
         Returns the bytes that came for all so far, and those that their weights have.
         """
-        mine = self._loading.result(), self._delivery.nbytes, self._delivery.planned
-        errors, nbytes, planned = zip(
-            *self._control.allgather(mine, tuple[str, int, int], what=self._what(what)), strict=True
-        )
-        leaders = {ranks[0]: number for number, ranks in enumerate(self._groups)}
-        self._failed.update({leaders[rank]: error for rank, error in enumerate(errors) if error})
-        return sum(nbytes), sum(planned)
+        mine = self._loading.result() or self._wrong, self._delivery.nbytes, self._delivery.planned
+        told = self._control.allgather(mine, tuple[str, int, int], what=self._what(what))
+        for number, ranks in enumerate(self._groups):
+            if errors := [told[rank][0] for rank in ranks if told[rank][0]]:
+                self._failed.setdefault(number, errors[0])
+        if self._asked is not None and self._number is not None and (error := self._asked.answer()):
+            place = self._groups[self._number].index(self._control.rank)
+            self._wrong = f"rank {place} of the engine: {error}"
+        self._asked = None
+        return sum(nbytes for _, nbytes, _ in told), sum(planned for *_, planned in told)
 
     def _what(self, what: str) -> str:
         return f"publication of version {self._version}: {what}"

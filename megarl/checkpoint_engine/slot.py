@@ -16,8 +16,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from megarl.rollout_engine import EngineError
-
 ALIGNMENT = 16
 """Bytes; where pieces begin in the payload."""
 
@@ -55,22 +53,6 @@ class Head(msgspec.Struct, forbid_unknown_fields=True):
     sums: dict[str, Sum] = {}
 
 
-class Handle(msgspec.Struct, frozen=True):
-    """How others find a slot: the path of its head, and what the engine's process gets over HTTP."""
-
-    head: str
-    pickled: bytes
-
-    def answer(self) -> str:
-        """What the engine said is wrong; on the slot's node. Raises EngineError: it has said nothing."""
-        with open(self.head, "rb") as file:
-            content = file.read()
-        try:
-            return msgspec.json.decode(content, type=Answer).error
-        except msgspec.DecodeError as error:
-            raise EngineError("its process did not look at what it was sent") from error
-
-
 class Answer(msgspec.Struct, forbid_unknown_fields=True):
     """What went wrong in the engine; empty if nothing."""
 
@@ -93,13 +75,21 @@ class Slot:
             self.payload = shared = torch.empty(max(1, nbytes), dtype=torch.uint8, device=device)
         stream = io.BytesIO()
         (ForkingPickler if shared.is_cuda else pickle.Pickler)(stream).dump([(f"{head}\n{body}", shared)])
-        self.handle = Handle(head, stream.getvalue())
+        self.handle = stream.getvalue()
+        """By which the engine's process finds it, on the same node; sent to it over HTTP."""
 
     def write(self, head: Head) -> None:
         """Say what the payload, which is there by now, is."""
         if self.payload.is_cuda:
             torch.cuda.current_stream(self.payload.device).synchronize()
         _write(self._head, msgspec.json.encode(head))
+
+    def answer(self) -> str:
+        """What the engine said is wrong, also that it said nothing."""
+        try:
+            return msgspec.json.decode(_read(self._head), type=Answer).error
+        except msgspec.DecodeError:
+            return "its process did not look at what it was sent"
 
     def close(self) -> None:
         """Give the memory back."""

@@ -8,7 +8,17 @@ from __future__ import annotations
 from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import AnyRecipe, Critic, DirectPublish, InformativeGroups, Layout, RlRecipe, SftBatch
+from megarl.config.recipe import (
+    AnyRecipe,
+    Critic,
+    DirectPublish,
+    FirstGroups,
+    InformativeGroups,
+    Layout,
+    RlRecipe,
+    Rollout,
+    SftBatch,
+)
 from megarl.config.reward import Serving
 
 _MOST_NAMED = 64
@@ -170,6 +180,11 @@ def _groups(recipe: RlRecipe) -> list[str]:
             problems.append(
                 f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({batch.prompts}); use at least that"
             )
+    if isinstance(sampling, FirstGroups) and not batch.prompts < sampling.ask <= 2 * batch.prompts:
+        problems.append(
+            f"batch.sampling.ask: {sampling.ask} prompts under way, of which a step takes batch.prompts"
+            f" ({batch.prompts}); use more than that, and at most twice as many, so that what is left can be taken next"
+        )
     return problems
 
 
@@ -235,9 +250,11 @@ _PLACES = ("dp_size", "json_model_override_args", "load_format", "pp_size", "qua
 
 def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:
     problems, size = [], serving.tensor_parallel
-    if world % size or ranks_per_node % size:
+    spans = isinstance(serving, Rollout) and size % ranks_per_node == 0
+    if world % size or (ranks_per_node % size and not spans):
+        places = "on one node or on whole ones" if isinstance(serving, Rollout) else "on one node"
         problems.append(
-            f"{key}.tensor_parallel: an engine of {size} ranks must lie on one node and divide the world evenly;"
+            f"{key}.tensor_parallel: engines of {size} ranks must divide the world evenly, and each lie {places};"
             f" there are {world} ranks, {ranks_per_node} a node"
         )
     owned = [name for name in _OWNED if name in serving.server_args]

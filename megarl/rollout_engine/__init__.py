@@ -8,7 +8,7 @@ from megarl.rollout_engine.channel import Evaluate, Evaluation, Failed, Lost, Sa
 from megarl.rollout_engine.client import EngineClient, EngineLost, ScoreClient
 from megarl.rollout_engine.coordinator import Coordinator, make_scheduler
 from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError
-from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError, EngineTimeout
+from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError, EngineTimeout, Span
 from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "PoisonedError",
     "Sample",
     "ScoreClient",
+    "Span",
     "Take",
     "Taken",
     "Waiting",

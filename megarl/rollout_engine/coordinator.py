@@ -89,12 +89,12 @@ class Coordinator:
                 case channel.Generate(version=version):
                     self.generate(version)
                 case channel.Take(step=step, wait_s=wait_s):
-                    writer.write(channel.frame(await self._within(wait_s, functools.partial(self.take, step))))
+                    writer.write(channel.frame(await self.within(wait_s, functools.partial(self.take, step))))
                 case channel.Evaluate(wait_s=wait_s):
-                    writer.write(channel.frame(await self._within(wait_s, self._evaluate)))
+                    writer.write(channel.frame(await self.within(wait_s, self._evaluate)))
             await writer.drain()
 
-    async def _within(self, wait_s: float, start: Callable[[], Coroutine[Any, Any, channel.Reply]]) -> channel.Reply:
+    async def within(self, wait_s: float, start: Callable[[], Coroutine[Any, Any, channel.Reply]]) -> channel.Reply:
         """The result of what goes on, or is started now; or Waiting, after `wait_s` or when an engine is lost.
 
         Raises EngineTimeout: there has been no progress for too long.

@@ -114,7 +114,7 @@ class Dispatcher:
         self._stall_s, self._needed_tokens = stall_s, needed_tokens
         self._clients: dict[int, EngineClient] = {}
         self._watches: dict[int, asyncio.Task[None]] = {}
-        self._chunks: set[asyncio.Task[None]] = set()
+        self._chunks: dict[asyncio.Task[None], int] = {}  # and their engines
         self._open: set[Response] = set()
         self._held = False
 
@@ -196,8 +196,8 @@ class Dispatcher:
             response = assignment.request
             assert isinstance(response, Response)
             task = asyncio.ensure_future(self._run(response, assignment.engine, assignment.tokens))
-            self._chunks.add(task)
-            task.add_done_callback(self._chunks.discard)
+            self._chunks[task] = assignment.engine
+            task.add_done_callback(self._chunks.pop)
 
     async def _run(self, response: Response, number: int, tokens: int) -> None:
         client = self._clients[number]
@@ -283,9 +283,10 @@ class Dispatcher:
 
     def _forget(self, number: int) -> None:
         del self._clients[number]
-        watch = self._watches.pop(number)
-        if watch is not asyncio.current_task():
-            watch.cancel()
+        asking = [task for task, engine in self._chunks.items() if engine == number]
+        for task in [self._watches.pop(number), *asking]:
+            if task is not asyncio.current_task():
+                task.cancel()
 
     def _report(self, number: int, client: EngineClient, cause: str) -> None:
         self._lost.append(Lost(number, client.address, cause))

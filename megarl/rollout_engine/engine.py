@@ -36,6 +36,14 @@ class EngineAddress(msgspec.Struct, frozen=True):
         return f"http://{self.host}:{self.port}"
 
 
+class Span(msgspec.Struct, frozen=True):
+    """How an engine of several nodes is put together: this node's place, and where the nodes' processes meet."""
+
+    nodes: int
+    node: int
+    meeting: str
+
+
 class EngineError(RuntimeError):
     """An engine refused a request or did not answer."""
 
@@ -115,7 +123,7 @@ class EngineControl:
 
 
 class Engine(EngineControl):
-    """An engine that this rank started."""
+    """An engine that this rank started; of one that spans nodes, this node's part, of which the first one is asked."""
 
     def __init__(
         self,
@@ -131,6 +139,7 @@ class Engine(EngineControl):
         guard: Guard,
         answer_timeout_s: float,
         arguments: Mapping[str, Any] = MappingProxyType({}),
+        span: Span | None = None,
     ) -> None:
         """Start the server, ended by `guard` at the latest; it becomes healthy while the caller does other things.
 
@@ -156,10 +165,10 @@ class Engine(EngineControl):
             "skip_tokenizer_init": True,
             "skip_server_warmup": True,
             "log_level": "warning",
-            # an idle scheduler would poll and take a core from the trainer; but of several, only the first is woken
-            "sleep_on_idle": serving.tensor_parallel == 1,
+            "sleep_on_idle": True,  # an idle scheduler would poll, and take a core from the trainer
             "custom_weight_loader": [LOADER],
             **({"ep_size": serving.expert_parallel} if isinstance(serving, Rollout) else {}),
+            **({"nnodes": span.nodes, "node_rank": span.node, "dist_init_addr": span.meeting} if span else {}),
             **({"is_embedding": True} if isinstance(serving, RewardEngine) else {}),
             **(_CPU_ARGUMENTS if device == "cpu" else {}),
             **serving.server_args,

@@ -1,8 +1,9 @@
 """A rollout phase without GPUs: simulated engines under the very scheduler that the real system runs.
 
-`simulate` takes a workload, an engine model and a scheduler; `summarize` tells throughput, tail and waste, and the bounds
-that no schedule beats. Used by `tools/simulate_rollout.py` and `tools/bench/rollout_policies.py`. Loads no torch, and
-makes no claim about anything but the time of generation.
+`simulate` takes a workload, an engine model and a scheduler; `summarize` tells throughput, tail and waste, and the
+bounds that no schedule beats. Used by `tools/simulate_rollout.py` and `tools/bench/rollout_policies.py`. Drives
+`megarl.rollout_engine.scheduler` and nothing else of other rooms. Loads no torch, and says nothing about anything but
+the time of generation.
 """
 
 from megarl.simulator.cluster import Run, make_scheduler, simulate

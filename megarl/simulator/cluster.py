@@ -9,6 +9,7 @@ import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from megarl.rollout_engine.scheduler import POLICIES, Request, Scheduler
 from megarl.simulator.engine import Job, SimulatedEngine
@@ -16,7 +17,10 @@ from megarl.simulator.speed import EngineModel
 from megarl.simulator.workload import Workload
 
 Sample = tuple[float, int, int, int]
-"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests."""
+"""An engine at a time: seconds, running requests, tokens that they hold of the cache, queued requests.
+
+All is linear from one sample to the next; where something jumps there are two.
+"""
 
 EVENTS_A_REPORT = 4096
 
@@ -40,7 +44,8 @@ class Run:
     wall_s: float
 
 
-def make_scheduler(policy: str, **options: int | None) -> Scheduler:
+def make_scheduler(policy: str, **options: Any) -> Scheduler:
+    """Options are those of the policy's constructor."""
     if policy not in POLICIES:
         raise ValueError(f"no policy {policy!r}, expected one of {', '.join(POLICIES)}")
     return POLICIES[policy](**options)
@@ -58,14 +63,14 @@ def simulate(
 ) -> Run:
     """Runs until all responses are finished, or `enough_groups` groups are.
 
-    `know_lengths` tells the scheduler the lengths, as only an oracle may have it. `progress` is called now and then with
-    the number of finished requests and the simulated seconds.
+    `know_lengths` tells the scheduler the lengths, as only an oracle may have it. `progress` is called now and then
+    with the number of finished requests and the simulated seconds.
     """
     longest = max(group.prompt for group in workload.groups) + workload.cap
     if longest > model.kv_tokens:
         raise ValueError(
-            f"an engine's cache holds {model.kv_tokens:,} tokens, a prompt with the longest response needs {longest:,}: "
-            "give the engine more GPUs, or the responses a lower cap"
+            f"an engine's cache holds {model.kv_tokens:,} tokens, a prompt with the longest response needs {longest:,}"
+            ": give the engine more GPUs, or the responses a lower cap"
         )
     return _Cluster(workload, model, engines, scheduler, know_lengths).run(
         enough_groups or len(workload.groups), progress
@@ -164,6 +169,7 @@ class _Cluster:
 
     def _step(self, engine: SimulatedEngine) -> None:
         now, timeline = engine.next_event, self.timelines[engine.number]
+        timeline.append((now, len(engine.running), engine.locked_then, len(engine.queue)))
         for job in engine.advance():
             done = job.generated == job.length
             if done:
@@ -172,7 +178,7 @@ class _Cluster:
                 self.groups_finished += not self.left[job.group]
             self.scheduler.finished(job.request, job.generated - job.begun, done=done)
         engine.plan()
-        timeline.append((now, len(engine.running), engine.locked, len(engine.queue)))
+        timeline.append((engine.clock, len(engine.running), engine.locked, len(engine.queue)))
         if engine.running:
             self._plan(engine)
 

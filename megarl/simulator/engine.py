@@ -18,7 +18,7 @@ from megarl.simulator.speed import EngineModel
 
 CLIP_TOKENS = 4096
 NEW_TOKEN_RATIO = 0.098
-"""SGLang's defaults: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, and 0.7 x 0.14, to which its estimate falls in 600 steps."""
+"""SGLang's: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, and 0.7 x 0.14, to which its estimate falls within 600 steps."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,12 +73,18 @@ class SimulatedEngine:
     _ends: list[tuple[int, int, int]] = field(default_factory=list)  # (step, admission, job)
     _admissions: dict[int, int] = field(default_factory=dict)
     _admitted: int = 0
-    _asked: int = 0  # an upper bound of what running requests may still ask for, clipped
+    _asked: int = 0  # what running requests may still ask for, clipped; an upper bound after more steps than
+    _asked_at: int = -1
 
     @property
     def next_event(self) -> float:
         """When the planned steps are done."""
         return self.clock + self.model.steps_s(self.planned, len(self.running), self.context)
+
+    @property
+    def locked_then(self) -> int:
+        """What running requests hold at that time."""
+        return self.locked + self.planned * len(self.running)
 
     def interrupt(self, now: float) -> None:
         """Plans no further than the step that is taken at `now`."""
@@ -146,9 +152,9 @@ class SimulatedEngine:
 
     def _fits(self, need: int) -> bool:
         room = self.model.kv_tokens - self.locked - need
-        if room >= NEW_TOKEN_RATIO * self._asked:
-            return True
-        steps = self.steps
+        if room >= NEW_TOKEN_RATIO * self._asked or self._asked_at == self.steps:
+            return room >= NEW_TOKEN_RATIO * self._asked
+        steps = self._asked_at = self.steps
         self._asked = sum(
             min(job.asked - (job.offset + steps - job.begun), CLIP_TOKENS) for job in self.running.values()
         )
@@ -206,10 +212,8 @@ class SimulatedEngine:
             excess -= gone
 
     def _preempt(self) -> None:
-        steps = self.steps
-        job = min(
-            self.running.values(), key=lambda one: (one.offset + steps - one.begun, -self._admissions[one.number])
-        )
+        admitted = self._admissions
+        job = min(self.running.values(), key=lambda one: (one.offset - one.begun, -admitted[one.number]))
         self._leave(job, keep=False)
         self.counts.preemptions += 1
         self.queue.append(job)

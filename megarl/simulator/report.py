@@ -54,6 +54,7 @@ class Summary:
     leftover_tokens: int
     """What unfinished responses have so far."""
     bound: float
+    """Seconds that no schedule can beat; 0 where the phase was cut off."""
     bound_work: float
     bound_longest: float
     wall_s: float
@@ -68,7 +69,7 @@ def summarize(policy: str, run: Run) -> Summary:
     prefill_s = sum(engine.counts.prefill_s for engine in run.engines)
     prompts = {job.group: job.prompt for job in run.jobs if job.generated}
     leftovers = [job.generated for job in run.jobs if job.number not in run.finish]
-    limits = bounds(run.workload, run.model, len(run.engines))
+    limits = bounds(run.workload, run.model, len(run.engines)) if not leftovers else Bounds(0.0, 0.0)
     kept = sum(job.generated for job in run.jobs)
     last = math.ceil((1 - TAIL) * len(finish))
     return Summary(
@@ -102,8 +103,8 @@ def bounds(workload: Workload, model: EngineModel, engines: int) -> Bounds:
     """Lower bounds of the makespan of all responses.
 
     Work: a step holds at most `kv_tokens` tokens of contexts and `max_running` requests, so that there are at least n
-    steps. With h, the lower convex hull of a step's seconds by batch size, N tokens in n steps take at least n h(N / n),
-    which grows with n; the tokens that steps read and each prompt's prefill come on top.
+    steps. With h, the lower convex hull of a step's seconds by batch size, N tokens in n steps take at least
+    n h(N / n), which grows with n; the tokens that steps read and each prompt's prefill come on top.
     """
     lengths = np.array([length for group in workload.groups for length in group.lengths], dtype=float)
     prompts = np.array([group.prompt for group in workload.groups for _ in group.lengths], dtype=float)
@@ -113,12 +114,8 @@ def bounds(workload: Workload, model: EngineModel, engines: int) -> Bounds:
     tokens = decoded.sum()
     steps = max((decoded * shares + grown).sum() / model.kv_tokens, tokens / model.max_running)
     read = (decoded * prompts + grown).sum()
-    prefill = sum(
-        group.prompt * model.prefill_s
-        + group.prompt**2 / 2 * model.pair_s
-        + group.prompt / model.pass_tokens * model.pass_s
-        for group in workload.groups
-    )
+    each = model.prefill_s + model.pass_s / model.pass_tokens
+    prefill = sum(group.prompt * each + group.prompt**2 / 2 * model.pair_s for group in workload.groups)
     work = steps * _hull(model, tokens / steps) if tokens else 0.0
     alone = max(
         model.prefill_seconds(group.prompt, group.prompt**2 / 2)

@@ -20,8 +20,8 @@ class EngineModel:
     """Seconds of an engine's work, linear in cached tokens, so that a run of equal steps has a closed form.
 
     A decode step of a batch takes `decode_s[batch]`, and `cached_s` for each token of context that it reads. A prefill
-    takes `pass_s` for each started `pass_tokens`, `prefill_s` for each token, and `pair_s` for each pair of a token with
-    one before it.
+    takes `pass_s` for each started `pass_tokens`, `prefill_s` for each token, and `pair_s` for each pair of a token
+    and one before it.
     """
 
     name: str
@@ -64,7 +64,7 @@ class EngineModel:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peaks of one GPU: bytes, bytes a second (memory, links within a node, network), FLOPs a second without sparsity."""
+    """Peaks of one GPU: bytes, bytes a second (memory, links in a node, network), FLOPs a second without sparsity."""
 
     memory: float
     bandwidth: float
@@ -110,23 +110,22 @@ class ServedModel:
 
 
 def grouped(
-    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, parameters: float, **more: Any
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, parameters: float, **experts: Any
 ) -> ServedModel:
     """A decoder with grouped-query attention."""
-    active = more.pop("active", parameters)
     return ServedModel(
         parameters,
-        active,
+        experts.pop("active", parameters),
         layers,
         hidden,
         kv_values=2 * layers * kv_heads * head_dim,
         kv_heads=kv_heads,
         attention_flops=4 * layers * heads * head_dim,
-        **more,
+        **experts,
     )
 
 
-def latent(layers: int, hidden: int, heads: int, parameters: float, active: float, **more: Any) -> ServedModel:
+def latent(layers: int, hidden: int, heads: int, parameters: float, active: float, **experts: Any) -> ServedModel:
     """A decoder with multi-head latent attention of rank 512 and 64 rotary values, weights absorbed in decoding."""
     return ServedModel(
         parameters,
@@ -136,7 +135,7 @@ def latent(layers: int, hidden: int, heads: int, parameters: float, active: floa
         kv_values=layers * 576,
         kv_heads=1,
         attention_flops=2 * layers * heads * (576 + 512),
-        **more,
+        **experts,
     )
 
 
@@ -224,8 +223,8 @@ def roofline(name: str, model: ServedModel, gpu: Gpu, place: Placement) -> Engin
 def measured(file: Path) -> EngineModel:
     """A real engine from a JSON file; see `tools/simulate_rollout.py --help`.
 
-    Seconds of a decode step are fitted as one of its batch size (straight lines between those measured) plus the same for
-    each token of context.
+    Seconds of a decode step are fitted as a function of its batch size (straight lines between those measured) plus
+    the same for each token of context.
     """
     try:
         table = json.loads(file.read_text())

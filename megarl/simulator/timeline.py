@@ -53,5 +53,5 @@ def _means(timeline: list[Sample], column: int, edges: np.ndarray) -> np.ndarray
         return np.zeros(len(edges) - 1)
     times = np.array([sample[0] for sample in timeline])
     values = np.array([sample[column] for sample in timeline], dtype=float)
-    areas = np.concatenate([[0.0], np.cumsum(values[:-1] * np.diff(times))])
+    areas = np.concatenate([[0.0], np.cumsum((values[:-1] + values[1:]) / 2 * np.diff(times))])
     return np.diff(np.interp(edges, times, areas)) / np.diff(edges)

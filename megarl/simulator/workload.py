@@ -68,7 +68,10 @@ class LengthModel:
 
         low, high = 0.0, 2 * np.log(self.cap)
         if not lengths(low).mean() <= self.mean <= lengths(high).mean():
-            raise ValueError(f"no log-normal clipped at {self.cap:,} tokens has a mean of {self.mean:,.0f}")
+            raise ValueError(
+                f"no log-normal clipped at {self.cap:,} tokens has a mean of {self.mean:,.0f}: "
+                f"{runs_away.sum():,} of {spread.size:,} requests run to the cap"
+            )
         for _ in range(60):
             middle = (low + high) / 2
             low, high = (middle, high) if lengths(middle).mean() < self.mean else (low, middle)
@@ -88,10 +91,13 @@ def read_lengths(path: Path, *, cap: int | None = None, prompt: int = 512) -> Wo
             raise ValueError(f"{path}:{number}: no JSON: {error}") from None
         if isinstance(row, list):
             row = {"lengths": row}
-        lengths = row.get("lengths") if isinstance(row, dict) else None
-        own = row.get("prompt", prompt) if isinstance(row, dict) else None
-        numbers = [*lengths, own] if isinstance(lengths, list) and lengths else [None]
-        if not all(type(one) is int and one > 0 for one in numbers):
+        row = row if isinstance(row, dict) else {}
+        lengths, own = row.get("lengths"), row.get("prompt", prompt)
+        if (
+            not isinstance(lengths, list)
+            or not lengths
+            or not all(type(one) is int and one > 0 for one in [*lengths, own])
+        ):
             raise ValueError(
                 f'{path}:{number}: expected a list of lengths (whole numbers above 0) or {{"prompt": ..., "lengths": '
                 f"[...]}}, got {line.strip()[:80]}"

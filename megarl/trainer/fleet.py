@@ -15,8 +15,8 @@ import torch
 
 from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, clear_score_bias
 from megarl.config import DiskPublish, Model, ModelShape, RecipeError, RlRecipe, Serving, engine_leaders, scorer_leaders
-from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError, Lost
-from megarl.runtime import LOGGER, node_address
+from megarl.rollout_engine import ENGINE_SHARE, Engine, EngineAddress, EngineError, Lost, Span
+from megarl.runtime import LOGGER, hold_port, node_address
 from megarl.trainer.job import Job
 from megarl.weights import BLOCK
 
@@ -35,10 +35,11 @@ class Fleet:
         self._job, self._recipe, self._key = job, recipe, key
         rank, world, size = job.info.rank, job.info.world, recipe.rollout.tensor_parallel
         leaders, sources = engine_leaders(world, size), recipe.reward.engines
-        self._number = leaders.index(rank) if rank in leaders else None
+        self._number, self._place = divmod(rank, size)
         ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
         self._publisher = self._make_publisher(Engines(ranks, recipe.rollout.expert_parallel))
-        self.engine = self._start_mine()
+        self._part: Engine | None = None
+        self._start_engines(range(len(leaders)))
         self.serving: dict[int, EngineAddress] = {}
         """Engines that hold the present version, by number."""
         self._leaders, self._starting = leaders, set[int]()
@@ -63,6 +64,11 @@ class Fleet:
         LOGGER.info("%d engines are healthy, the last after %.0f s", len(started), max(started))
 
     @property
+    def engine(self) -> Engine | None:
+        """The one that this rank leads."""
+        return self._part if self._place == 0 else None
+
+    @property
     def complete(self) -> bool:
         """Whether no engine is on its way."""
         return not self._starting
@@ -73,6 +79,7 @@ class Fleet:
         Returns what is logged. One that fails is started anew, and gets them later, in `tend`.
         """
         self._restarts, self.serving = 0, {}
+        self._starting -= self._healthy()
         return self._publish(model, version, set(range(len(self._leaders))) - self._starting)
 
     def tend(self, model: ModelEngine, version: int, lost: Iterable[Lost]) -> bool:
@@ -83,14 +90,9 @@ class Fleet:
         """
         before = dict(self.serving)
         self._replace({one.number: one.cause for one in lost if self.serving.get(one.number) == one.address})
-        if self._starting:
-            states = self._job.control.allgather(self._state(), tuple[bool, str], what="start of new engines")
-            mine = {number: states[self._leaders[number]] for number in self._starting}
-            self._replace({number: error for number, (_, error) in mine.items() if error})
-            healthy = {number for number, (done, error) in mine.items() if done and not error}
-            if healthy:
-                self._starting -= healthy
-                self._publish(model, version, healthy)
+        if healthy := self._healthy():
+            self._starting -= healthy
+            self._publish(model, version, healthy)
         return self.serving != before
 
     def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
@@ -109,7 +111,8 @@ class Fleet:
         told = self._job.control.allgather(own, tuple[int | None, EngineAddress | None], what="engine addresses")
         self.serving |= {number: address for number, address in told if number is not None and address is not None}
         self._replace(found.failed)
-        return {"publish/gb": found.nbytes / 1e9, "publish/sent_fraction": found.nbytes / max(found.planned, 1)}
+        moved = {"publish/gb": found.nbytes / 1e9, "publish/sent_fraction": found.nbytes / max(found.planned, 1)}
+        return moved | {"publish/engines_failed": float(len(found.failed))}
 
     def _replace(self, failed: Mapping[int, str]) -> None:
         """Start these anew, where they are led; what was wrong is said once."""
@@ -127,9 +130,18 @@ class Fleet:
         self._starting |= failed.keys()
         for number in failed:
             self.serving.pop(number, None)
-        if self.engine is not None and self._number in failed:
-            self._job.guard.stop(self.engine.child)
-            self.engine = self._start_mine()
+        if self._part is not None and self._number in failed:
+            self._job.guard.stop(self._part.child)
+        self._start_engines(failed)
+
+    def _healthy(self) -> set[int]:
+        """Those of the starting engines that have become healthy; the ones that have failed are started again."""
+        if not self._starting:
+            return set()
+        states = self._job.control.allgather(self._state(), tuple[bool, str], what="start of new engines")
+        mine = {number: states[self._leaders[number]] for number in self._starting}
+        self._replace({number: error for number, (_, error) in mine.items() if error})
+        return {number for number, (done, error) in mine.items() if done and not error}
 
     def _state(self) -> tuple[bool, str]:
         """Whether the engine of this rank has become healthy, if it is starting, and what went wrong."""
@@ -159,16 +171,32 @@ class Fleet:
         except PlanError as error:
             raise RecipeError(f"layout and rollout: no plan for new weights: {error}") from None
 
-    def _start_mine(self) -> Engine | None:
-        recipe = self._recipe
-        if self._number is None:
-            return None
-        model = recipe.model.model_copy(update={"dtype": recipe.engine_dtype})
-        arguments = _arguments(recipe, self._job.shape, self._job.device.type)
-        return self._start(f"engine {self._number}", model, recipe.rollout, recipe.seed + self._number, arguments)
+    def _start_engines(self, numbers: Collection[int]) -> None:
+        """Start these, each on the first of its ranks and, if it spans nodes, on the first of each node."""
+        recipe, info = self._recipe, self._job.info
+        nodes, span = -(-recipe.rollout.tensor_parallel // info.ranks_per_node), None
+        node, others = divmod(self._place, info.ranks_per_node)
+        starts = self._number in numbers and not others
+        if nodes > 1:
+            self._meeting = hold_port(node_address(self._job.hosts))
+            mine = "{}:{}".format(*self._meeting.getsockname())
+            places = self._job.control.allgather(mine, str, what="where the nodes of engines meet")
+            span = Span(nodes, node, places[info.rank - self._place])
+        if starts:
+            model = recipe.model.model_copy(update={"dtype": recipe.engine_dtype})
+            arguments = _arguments(recipe, self._job.shape, self._job.device.type)
+            name = f"engine {self._number}" + (f" node {node}" if node else "")
+            seed = recipe.seed + self._number
+            self._part = self._start(name, model, recipe.rollout, seed, arguments, span)
 
     def _start(
-        self, name: str, model: Model, serving: Serving, seed: int, arguments: Mapping[str, Any] = MappingProxyType({})
+        self,
+        name: str,
+        model: Model,
+        serving: Serving,
+        seed: int,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
+        span: Span | None = None,
     ) -> Engine:
         job = self._job
         return Engine(
@@ -182,6 +210,7 @@ class Fleet:
             log=job.run.logs / f"{name.replace(' ', '_')}.log",
             guard=job.guard,
             arguments=arguments,
+            span=span,
             answer_timeout_s=self._recipe.runtime.deadline_s * ENGINE_SHARE,
         )
 

@@ -282,8 +282,8 @@ def _check_run_directory(recipe: AnyRecipe, *, resume: bool) -> None:
     RunDirectory(path).check(recipe.type, resume=resume)
 
 
-def describe_models(recipe: AnyRecipe, shape: ModelShape) -> Iterator[str]:
-    """One line a model of the run: what it is, and where."""
+def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
+    """One line a model of the run: what it is, and where; and one of the engines that serve the policy."""
     yield f"model: {_size(shape)}"
     if not isinstance(recipe, RlRecipe):
         return
@@ -296,6 +296,12 @@ def describe_models(recipe: AnyRecipe, shape: ModelShape) -> Iterator[str]:
         path = source.model.path
         where = "on an engine of its own" if isinstance(source, RewardEngine) else "frozen, in the model's layout"
         yield f"reward.sources.{name}: {path}, {_size(read_model_shape(path, 'reward'))}, {where}"
+    rollout, size = recipe.rollout, recipe.rollout.tensor_parallel
+    numbers = "float8 with bfloat16" if rollout.fp8 else recipe.engine_dtype
+    yield (
+        f"rollouts: {world // size} engines of {size} rank{'s' * (size > 1)} each, in {numbers}, policy {rollout.policy},"
+        f" weights by {recipe.publish.type}"
+    )
 
 
 def _size(shape: ModelShape) -> str:

@@ -25,7 +25,7 @@ Launcher = Literal["mpirun", "torchrun"]
 
 
 class Launch:
-    """Ranks that run one script."""
+    """Ranks that run one module."""
 
     def __init__(self, process: subprocess.Popen[bytes], mark: str, log: Path) -> None:
         self.process, self._mark, self._log = process, mark, log
@@ -72,13 +72,13 @@ class Launch:
 
 @contextlib.contextmanager
 def started(
-    launcher: Launcher, ranks: int, script: str, *arguments: str | Path, log: Path, env: dict[str, str] | None = None
+    launcher: Launcher, ranks: int, module: str, *arguments: str | Path, log: Path, env: dict[str, str] | None = None
 ) -> Iterator[Launch]:
-    """`script` of this directory on `ranks` ranks; all that it started is gone at the end of the block."""
+    """`main` of `module` on `ranks` ranks; all that it started is gone at the end of the block."""
     mark = uuid.uuid4().hex
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [*_command(launcher, ranks), str(ROOT / "tests" / "distributed" / script), *map(str, arguments)],
+            [*_command(launcher, ranks), str(ROOT / "tests/distributed/rank.py"), module, *map(str, arguments)],
             cwd=ROOT,
             env=_environment() | {_MARK: mark} | (env or {}),
             stdin=subprocess.DEVNULL,
@@ -93,9 +93,9 @@ def started(
         launch.end()
 
 
-def run(launcher: Launcher, ranks: int, script: str, *arguments: str | Path, log: Path) -> None:
-    """Run `script` to its end, which must be a good one and leave no process behind."""
-    with started(launcher, ranks, script, *arguments, log=log) as launch:
+def run(launcher: Launcher, ranks: int, module: str, *arguments: str | Path, log: Path) -> None:
+    """Run `main` of `module` to its end, which must be a good one and leave no process behind."""
+    with started(launcher, ranks, module, *arguments, log=log) as launch:
         code = launch.wait()
         assert code == 0, f"exit code {code}:\n{launch.output()[-6000:]}"
         launch.wait_until_gone(limit_s=5)

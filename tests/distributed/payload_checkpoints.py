@@ -1,14 +1,12 @@
 """One rank that saves each family at one layout after an update and goes on with it at another.
 
-python payload_checkpoints.py PLAN, where PLAN is a JSON list of [directory of a model, layout, other layout]; what was
-seen is written beside it.
+Its argument is a file with a JSON list of [directory of a model, layout, other layout]; what was seen is written beside
+it.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +33,8 @@ OTHERS: list[tuple[str, HeadName, str, str]] = [
 ]
 
 
-def main() -> None:
-    plan = Path(sys.argv[1])
+def main(file: str) -> None:
+    plan = Path(file)
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
@@ -49,8 +47,6 @@ def main() -> None:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode((seen, refused)))
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def follow(
@@ -102,7 +98,3 @@ def update(model: ModelEngine, control: ControlPlane) -> tuple[float, float]:
     done = model.update(batch, loss)
     total = Metrics.merge(control.allgather(done.metrics, Metrics, what="loss"))
     return total.sums["loss"], done.grad_norm
-
-
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
-    main()

@@ -1,7 +1,6 @@
 """One rank of the control plane's conformance suite; what it saw is written to rank_N.json.
 
-python payload_control.py DIRECTORY PORT, started on three ranks by test_control_plane.py. PORT is where a second TCP
-plane may listen.
+Its arguments are where to write and a port where a second TCP plane may listen. test_control_plane.py starts three.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -131,9 +129,9 @@ def deadline(hasty: ControlPlane, patient: ControlPlane, late: int) -> dict[str,
     return {"error": "none"}
 
 
-def main() -> None:
+def main(out: str, port: str) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
-    directory, port = Path(sys.argv[1]), sys.argv[2]
+    directory = Path(out)
     info = rank_info()
     control = connect(info, 120)
     seen = conform(control, directory) | {"control": info.control, "sum": torch_group(control)}
@@ -148,9 +146,3 @@ def main() -> None:
     if info.control == "tcp":
         hasty.close()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,10 @@
 """One rank that saves and exports each family after an update, and loads what the converter made of its first weights.
 
-python payload_convert.py PLAN, where PLAN is a JSON list of [directory of a model, layout]; what was seen is written
-beside it.
+Its argument is a file with a JSON list of [directory of a model, layout]; what was seen is written beside it.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +19,8 @@ from tests.distributed.payload_checkpoints import build, update
 from tests.distributed.payload_numerics import CPU, DEADLINE_S
 
 
-def main() -> None:
-    plan = Path(sys.argv[1])
+def main(file: str) -> None:
+    plan = Path(file)
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     wrong = [follow(Path(model), layout, control) for model, layout in msgspec.json.decode(plan.read_bytes())]
@@ -31,8 +28,6 @@ def main() -> None:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode(wrong))
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def follow(path: Path, layout: dict[str, Any], control: ControlPlane) -> list[str]:
@@ -67,7 +62,3 @@ def not_restored(model: ModelEngine, checkpoint: Path) -> list[str]:
         after = part.module.state_dict()
         wrong += [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
     return wrong
-
-
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
-    main()

@@ -1,6 +1,6 @@
 """One rank that learns from the divergence from a reference model, and says how far it is from transformers.
 
-python payload_divergences.py PLAN, where PLAN is a file with a `numerics.Plan`.
+Its argument is a file with a `numerics.Plan`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
 from megarl.runtime import ControlPlane
 from tests.distributed import divergences, numerics
 from tests.distributed.payload_numerics import CPU, compare_gradients, engine, run
+
+
+def main(file: str) -> None:
+    run(file, compare)
 
 
 def compare(directory: Path, layout: Layout, control: ControlPlane, _: Path) -> divergences.Errors:
@@ -57,7 +61,3 @@ def compare(directory: Path, layout: Layout, control: ControlPlane, _: Path) -> 
         loss=abs(first / reference.loss - 1),
         next_loss=abs(second / reference.next_loss - 1),
     )
-
-
-if __name__ == "__main__":
-    run(compare)

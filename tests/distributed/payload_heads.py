@@ -1,6 +1,6 @@
 """One rank that runs critics and reward models at layouts and says how far each is from transformers.
 
-python payload_heads.py PLAN, where PLAN is a file with a `numerics.Plan` whose families are `heads.CASES`.
+Its argument is a file with a `numerics.Plan` whose families are `heads.CASES`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,12 @@ from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
 from megarl.runtime import LOGGER, ControlPlane
 from tests.distributed import heads, numerics
 from tests.distributed.payload_numerics import compare_gradients, engine, run
+
+
+def main(file: str) -> None:
+    LOGGER.setLevel(logging.INFO)
+    LOGGER.addHandler(logging.StreamHandler())
+    run(file, compare)
 
 
 def compare(directory: Path, layout: Layout, control: ControlPlane, out: Path) -> heads.Errors:
@@ -75,9 +81,3 @@ def compare(directory: Path, layout: Layout, control: ControlPlane, out: Path) -
 
 def outputs(model: ModelEngine, sequences: list[TokenSequence]) -> Tensor:
     return model.scores(sequences) if model._shape.head.name == "reward" else model.values(sequences)
-
-
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
-    LOGGER.setLevel(logging.INFO)
-    LOGGER.addHandler(logging.StreamHandler())
-    run(compare)

@@ -1,18 +1,15 @@
 """One rank that runs families at layouts with the real ModelEngine and says how far each is from transformers.
 
-python payload_numerics.py PLAN, where PLAN is a file with a `numerics.Plan`.
+Its argument is a file with a `numerics.Plan`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
-import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -56,24 +53,14 @@ def _recording(hidden: Tensor, weight: Tensor, *arguments: Any, **others: Any) -
     return _token_logprobs(hidden, weight, *arguments, **others)
 
 
-def main() -> None:
+def main(file: str) -> None:
     heads_module.token_logprobs = _recording
-    run(lambda directory, layout, control, _: compare(directory, layout, control))
+    run(file, lambda directory, layout, control, _: compare(directory, layout, control))
 
 
-def run(compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> NoReturn:
+def run(file: str, compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> None:
     """Compare each of the plan's references at each layout; the last argument is where the comparison may write."""
-    try:
-        _run(numerics.Plan.read(Path(sys.argv[1])), compare_one)
-    except BaseException:  # noqa: BLE001  whatever it is: a rank that ended as usual would wait for the others
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
-    sys.stdout.flush()
-    os._exit(0)
-
-
-def _run(plan: numerics.Plan, compare_one: Callable[[Path, Layout, ControlPlane, Path], Any]) -> None:
+    plan = numerics.Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     for name, fields in plan.layouts.items():
@@ -254,7 +241,3 @@ def compare_gradients(model: ModelEngine, directory: Path, clipped_by: float) ->
                     error = (tensor - expected).abs().max() / expected.abs().max().clamp_min(1e-12)
                     worst = max(worst, (float(error.nan_to_num(1e9)), name))
     return worst
-
-
-if __name__ == "__main__":
-    main()

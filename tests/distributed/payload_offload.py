@@ -1,15 +1,12 @@
 """One rank that trains the same model twice, once with its parts going to the host and back in between.
 
-python payload_offload.py PLAN, where PLAN is a file with an `offload_plan.Plan`; started by test_offload.py.
+Its argument is a file with an `offload_plan.Plan`; started by test_offload.py.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
-import os
-import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +31,8 @@ WARM_CYCLES = 5
 BUCKET_BYTES = 1 << 20
 
 
-def main() -> None:
-    plan = Plan.read(Path(sys.argv[1]))
+def main(file: str) -> None:
+    plan = Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     for name, case in plan.cases.items():
@@ -45,8 +42,6 @@ def main() -> None:
         parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def run(case: Case, out: Path, control: ControlPlane) -> Report:
@@ -202,12 +197,3 @@ def digest(*tensors: Tensor) -> str:
     for tensor in tensors:
         whole.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()
-
-
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
-    try:
-        main()
-    except Exception:  # noqa: BLE001  Python's own end would wait for the other ranks
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)

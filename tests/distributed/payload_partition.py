@@ -1,12 +1,10 @@
 """One rank that takes the loss and the gradient norm of one global batch, cut in many ways.
 
-python payload_partition.py PLAN, where PLAN is a file with a `partition.Plan`; weights stay as they are.
+Its argument is a file with a `partition.Plan`; weights stay as they are.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -24,8 +22,8 @@ DEADLINE_S = 240.0
 STANDING_STILL = 1e-30  # a learning rate that changes no weight
 
 
-def main() -> None:
-    plan = partition.Plan.read(Path(sys.argv[1]))
+def main(file: str) -> None:
+    plan = partition.Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
     init_process_group(control, torch.device("cpu"), one_node=True, deadline_s=DEADLINE_S)
     found = {name: run(plan, Layout.model_validate(fields), control) for name, fields in plan.layouts.items()}
@@ -33,8 +31,6 @@ def main() -> None:
         partition.write(plan.out, found)
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def run(plan: partition.Plan, layout: Layout, control: ControlPlane) -> list[partition.Seen]:
@@ -67,7 +63,3 @@ def run(plan: partition.Plan, layout: Layout, control: ControlPlane) -> list[par
 def loss(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     total = -(batch.columns["weight"] * logprobs).sum()
     return total, {"loss": total.detach()}, {}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """One rank of a small training run with the real ModelEngine; rank 0 writes what all have seen.
 
-python payload_sft.py PLAN, where PLAN is a file with a `Plan`; started by test_layouts.py.
+Its argument is a file with a `Plan`; started by test_layouts.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import copy
 import faulthandler
 import hashlib
 import os
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +31,9 @@ CPU = torch.device("cpu")
 STUCK_S = 240
 
 
-def main() -> None:
+def main(file: str) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
-    plan = Plan.read(Path(sys.argv[1]))
+    plan = Plan.read(Path(file))
     control = connect(rank_info(), 240)
     init_process_group(control, CPU, one_node=True, deadline_s=240)
     families = {family: run_family(plan, family, control) for family in plan.models}
@@ -51,8 +50,6 @@ def main() -> None:
         linger(plan)
     dist.destroy_process_group()
     control.close()
-    sys.stdout.flush()
-    os._exit(0)
 
 
 def run_family(plan: Plan, family: str, control: ControlPlane) -> Seen:
@@ -236,7 +233,3 @@ def linger(plan: Plan) -> None:
     model, batches = engine(plan, family), sequences(plan, family)
     while True:
         model.update(batches[0], lambda _, logprobs, __: (logprobs.sum() * 0, {}, {}))
-
-
-if __name__ == "__main__":  # checkpoints are written by spawned processes, which import this file
-    main()

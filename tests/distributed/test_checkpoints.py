@@ -37,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, list[list[st
     write_model("mixtral", directory / "mixtral")
     plan = directory / "plan.json"
     plan.write_text(json.dumps([[str(directory / family), saved, loaded] for family, saved, loaded in CASES]))
-    run("mpirun", 4, "payload_checkpoints.py", plan, log=directory / "log")
+    run("mpirun", 4, "tests.distributed.payload_checkpoints", plan, log=directory / "log")
     found, refused = msgspec.json.decode((directory / "plan.seen").read_bytes())
     return {family: both for (family, _, _), both in zip(CASES, found, strict=True)}, refused
 

@@ -32,7 +32,8 @@ def reports(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def start(launcher: Launcher, directory: Path) -> None:
     with hold_port("127.0.0.1") as held:
-        run(launcher, RANKS, "payload_control.py", directory, str(held.getsockname()[1]), log=directory / "log")
+        port = held.getsockname()[1]
+        run(launcher, RANKS, "tests.distributed.payload_control", directory, str(port), log=directory / "log")
 
 
 def test_ranks_know_their_place(reports: Reports) -> None:

@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
         convert(open_source(directory / family / "hf"), directory / family / "megatron", to="megatron", workers=1)
     plan = directory / "plan.json"
     plan.write_text(json.dumps([[str(directory / family), LAYOUTS[layout]] for family, layout in CASES.items()]))
-    run("mpirun", 4, "payload_convert.py", plan, log=directory / "log")
+    run("mpirun", 4, "tests.distributed.payload_convert", plan, log=directory / "log")
     wrong = msgspec.json.decode((directory / "plan.seen").read_bytes())
     return directory, dict(zip(CASES, wrong, strict=True))
 

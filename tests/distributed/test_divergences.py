@@ -27,8 +27,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         divergences.write_reference(family, directory / "references" / family)
     for ranks, same in LAYOUTS.items():
         plan = Plan(directory / "references", same, dict.fromkeys(same, divergences.FAMILIES), directory)
-        plan.write(directory / f"plan_{ranks}.json")
-        run("mpirun", ranks, "payload_divergences.py", directory / f"plan_{ranks}.json", log=directory / f"log_{ranks}")
+        file, log = directory / f"plan_{ranks}.json", directory / f"log_{ranks}"
+        plan.write(file)
+        run("mpirun", ranks, "tests.distributed.payload_divergences", file, log=log)
     return directory
 
 

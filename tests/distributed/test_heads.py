@@ -32,8 +32,9 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         heads.write_reference(name, directory / "references" / name)
     for ranks, same in LAYOUTS.items():
         plan = Plan(directory / "references", same, {name: list(heads.CASES) for name in same}, directory)
-        plan.write(directory / f"plan_{ranks}.json")
-        run("mpirun", ranks, "payload_heads.py", directory / f"plan_{ranks}.json", log=directory / f"log_{ranks}")
+        file, log = directory / f"plan_{ranks}.json", directory / f"log_{ranks}"
+        plan.write(file)
+        run("mpirun", ranks, "tests.distributed.payload_heads", file, log=log)
     return directory
 
 

@@ -98,9 +98,9 @@ class Runs:
         file, log = plan.out / "plan.json", plan.out / "log"
         plan.write(file)
         if not plan.linger:
-            run(shape.launcher, shape.ranks, "payload_sft.py", file, log=log)
+            run(shape.launcher, shape.ranks, "tests.distributed.payload_sft", file, log=log)
             return
-        with started(shape.launcher, shape.ranks, "payload_sft.py", file, log=log) as launch:
+        with started(shape.launcher, shape.ranks, "tests.distributed.payload_sft", file, log=log) as launch:
             self._lose_a_rank(launch, plan.out / "report.json")
 
     def _lose_a_rank(self, launch: Launch, report: Path) -> None:

@@ -65,7 +65,7 @@ def errors(references: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[t
             changes={name: repair[0] for name, repair in undone.items()} | ({ENGINE: ENGINE} if ranks == 2 else {}),
         )
         plan.write(out / "plan")
-        run("mpirun", ranks, "payload_numerics.py", out / "plan", log=out / "log")
+        run("mpirun", ranks, "tests.distributed.payload_numerics", out / "plan", log=out / "log")
         for file in out.glob("*.json"):
             layout, family = file.stem.split(".")
             found[layout, family] = msgspec.json.decode(file.read_bytes(), type=numerics.Errors)

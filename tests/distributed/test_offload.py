@@ -44,7 +44,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in CASES:
         (directory / name).mkdir()
     plan.write(directory / "plan.json")
-    run("mpirun", 2, "payload_offload.py", directory / "plan.json", log=directory / "log")
+    run("mpirun", 2, "tests.distributed.payload_offload", directory / "plan.json", log=directory / "log")
     return directory
 
 

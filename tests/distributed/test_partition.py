@@ -42,7 +42,7 @@ def found(model: Path) -> dict[str, list[partition.Seen]]:
         plan = partition.Plan(model=model, layouts=layouts, out=model.parent / f"{ranks}.json")
         file = model.parent / f"{ranks}.plan"
         plan.write(file)
-        run("mpirun", ranks, "payload_partition.py", file, log=model.parent / f"{ranks}.log")
+        run("mpirun", ranks, "tests.distributed.payload_partition", file, log=model.parent / f"{ranks}.log")
         seen |= partition.read(plan.out)
     return seen
 

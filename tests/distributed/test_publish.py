@@ -12,4 +12,4 @@ pytestmark = pytest.mark.distributed
 
 
 def test_weights_reach_every_engine_or_it_is_named(tmp_path: Path) -> None:
-    run("mpirun", 4, "payload_publish.py", tmp_path, log=tmp_path / "log")
+    run("mpirun", 4, "tests.distributed.payload_publish", tmp_path, log=tmp_path / "log")

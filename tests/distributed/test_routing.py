@@ -60,7 +60,7 @@ def errors(references: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
         names = [f"{family}.{name}" for family, name in CASES if name in RUN[ranks]]
         plan = numerics.Plan(references, layouts, dict.fromkeys(layouts, names), out)
         plan.write(out / "plan")
-        run("mpirun", ranks, "payload_numerics.py", out / "plan", log=out / f"log{ranks}")
+        run("mpirun", ranks, "tests.distributed.payload_numerics", out / "plan", log=out / f"log{ranks}")
     return {file.stem: msgspec.json.decode(file.read_bytes(), type=numerics.Errors) for file in out.glob("*.json")}
 
 

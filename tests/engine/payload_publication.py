@@ -1,15 +1,12 @@
 """One rank that trains with the real ModelEngine and publishes to running SGLang engines.
 
-python payload_publication.py PLAN, where PLAN is a file with a `publication_plan.Plan`.
+Its argument is a file with a `publication_plan.Plan`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import sys
-import traceback
 import urllib.request
 from pathlib import Path
 
@@ -31,7 +28,8 @@ from tests.publication import flipped_bit
 DEADLINE_S = 120.0
 
 
-def main(plan: Plan) -> None:
+def main(file: str) -> None:
+    plan = Plan.read(Path(file))
     info = rank_info()
     control = connect(info, DEADLINE_S)
     init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
@@ -129,12 +127,3 @@ def logprobs(address: EngineAddress, rows: list[list[int]]) -> tuple[Tensor, str
     values = [value for info in infos for value, *_ in info["input_token_logprobs"][1:]]
     (version,) = {info["weight_version"] for info in infos}
     return torch.tensor(values), version
-
-
-if __name__ == "__main__":
-    try:
-        main(Plan.read(Path(sys.argv[1])))
-    except BaseException:  # noqa: BLE001 (the other ranks would wait)
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)

@@ -27,7 +27,7 @@ class Watch(Guard):
     def __init__(self) -> None:
         self.children: list[Child] = []
 
-    def watch(self, child: Child) -> None:
+    def watch(self, child: Child, *, vital: bool = True) -> None:
         self.children.append(child)
 
 

@@ -17,7 +17,6 @@ RECIPE = "launch/recipes/carry_addition_rl.yaml"
 CASES = [
     ("rank 0", "mpirun", "signal 9"),
     ("rank 1", "torchrun", "Signal 9 (SIGKILL)"),
-    ("scheduler 0", "mpirun", "engine"),
     ("coordinator 0", "mpirun", "coordinator (pid"),
 ]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from megarl.config import Model, Rollout
@@ -72,9 +71,6 @@ def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             engines.append(engine)
         for engine in engines:
             engine.wait_healthy()
-            leader = psutil.Process(engine.child.process.pid)
-            for process in [leader, *leader.children(recursive=True)]:
-                process.nice(15)  # of several ranks all poll while they are idle
         yield Running(path / "model", family, tensor, engines)
 
 
@@ -104,18 +100,5 @@ def publish(
     addresses = [engine.address for engine in running.engines]
     plan = Plan(running.model, layout, addresses, ranks, {"type": method}, counts, updates, out)
     plan.write(out / "plan.json")
-    with paused(running.engines[max(counts) :]):
-        run("mpirun", world, "../engine/payload_publication.py", out / "plan.json", log=out / "log")
+    run("mpirun", world, "tests.engine.payload_publication", out / "plan.json", log=out / "log")
     return {count: Seen.read(out / f"seen_{count}.json") for count in counts}
-
-
-@contextlib.contextmanager
-def paused(engines: list[Engine]) -> Iterator[None]:
-    """The ranks of an engine poll while they are idle, which takes the cores from others."""
-    processes = [psutil.Process(engine.child.process.pid) for engine in engines]
-    processes += [child for process in processes for child in process.children(recursive=True)]
-    for process in processes:
-        process.suspend()
-    yield
-    for process in processes:
-        process.resume()

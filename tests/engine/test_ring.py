@@ -155,35 +155,10 @@ def test_reward_model_and_ppo_with_everything(sft_model: Path, addition: Path, t
     check_export(run / "hf")
 
 
-def test_own_algorithms(sft_model: Path, addition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.py").write_text(
-        "def advantage(outcomes, *, scale):\n"
-        "    return outcomes.at_tokens(scale * (outcomes.totals - outcomes.totals.mean()))\n"
-        "def loss(tokens):\n"
-        "    return -tokens.advantages * tokens.logprobs * tokens.mask, 0 * tokens.mask\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    run = tmp_path / "run"
-    overrides = [
-        f"model.path={sft_model}",
-        f"data.train={addition}/train.jsonl",
-        f"data.test={addition}/test.jsonl",
-        "batch.prompts=8",
-        "evaluation.problems=0",
-        "checkpoint.final=false",
-        "steps=2",
-        "optimizer.warmup_steps=0",
-        "algorithm.advantage={type: own, function: 'mine:advantage', options: {scale: 0.5}}",
-        "algorithm.loss={type: own, function: 'mine:loss'}",
-    ]
-    with local_job(run, RL, *overrides) as job:
-        assert job.wait() == 0, job.output()[-3000:]
-    check_rows(job.metrics(), 2)
-    assert all(row["grad_norm"] > 0 for row in job.metrics())
-
-
-def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], addition: Path, tmp_path: Path) -> None:
-    """Weights from two stages into one engine whose ranks hold a half of each matrix."""
+def test_two_stages_an_engine_of_two_ranks_and_own_algorithms(
+    rl_overrides: list[str], addition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights from two stages into one engine whose ranks hold a half of each matrix; a file has the algorithms."""
     model = tmp_path / "model"
     shutil.copytree(addition / "model", model)
     config = AutoConfig.from_pretrained(model)
@@ -191,11 +166,28 @@ def test_engine_of_two_ranks_and_pipeline_stages(rl_overrides: list[str], additi
     config.intermediate_size = 256  # on a CPU, SGLang pads a rank's part to a multiple of 32
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(model)
+    (tmp_path / "mine.py").write_text(
+        "def advantage(outcomes, *, scale):\n"
+        "    return outcomes.at_tokens(scale + outcomes.totals)\n"
+        "def loss(tokens):\n"
+        "    return -tokens.advantages * tokens.logprobs * tokens.mask, 0 * tokens.mask\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     run = tmp_path / "run"
-    extra = ["steps=2", "layout={tensor: 1, pipeline: 2}", "rollout.tensor_parallel=2", f"model.path={model}"]
-    with local_job(run, RL, *rl_overrides, *extra, "algorithm.kl.coefficient=0.1") as job:
+    extra = [
+        "steps=2",
+        "layout={tensor: 1, pipeline: 2}",
+        "rollout.tensor_parallel=2",
+        f"model.path={model}",
+        "algorithm.kl.coefficient=0.1",
+        "algorithm.advantage={type: own, function: 'mine:advantage', options: {scale: 0.5}}",
+        "algorithm.loss={type: own, function: 'mine:loss'}",
+    ]
+    with local_job(run, RL, *rl_overrides, *extra) as job:
         assert job.wait() == 0, job.output()[-3000:]
     check_rows(job.metrics(), 2)
+    # a model that solves nothing learns all the same: without this advantage and this loss nothing would move it
+    assert all(row["grad_norm"] > 0 for row in job.metrics())
 
 
 def test_sigusr1_saves_and_ends(addition: Path, tmp_path: Path) -> None:

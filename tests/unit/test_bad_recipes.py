@@ -236,7 +236,8 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("layout.tensor=3", ["4 ranks cannot be divided into tensor 3", "attention heads (8)", "use one of 1, 2, 4, 8"]),
     ("layout.tensor=16", ["layout.tensor: 16 does not divide the model's attention heads (8); use one of 1, 2, 4, 8"]),
     ("layout.pipeline=4", ["layout.pipeline: 4 does not divide the model's 2 layers; use one of 1, 2"]),
-    ("rollout.tensor_parallel=3", ["an engine of 3 ranks must lie on one node", "there are 4 ranks, 4 a node"]),
+    ("batch.sampling={type: first, ask: 5}", ["batch.sampling.ask: 5 prompts under way, of which a step takes"]),
+    ("rollout.tensor_parallel=3", ["engines of 3 ranks must divide the world evenly", "there are 4 ranks, 4 a node"]),
     ("rollout.max_new_tokens=64", ["rollout.max_new_tokens: 64 leaves no room", "64 positions; make it smaller"]),
     ("rollout.max_new_tokens=55", ["train.jsonl: line ", "tokens, but the model's 64 positions less", "leave 9"]),
     ("rollout.server_args={port: 1}", ["rollout.server_args.port: megarl sets this one itself; leave it out"]),
@@ -279,7 +280,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ),
     (
         "reward.sources.rm={type: engine, tensor_parallel: 3, server_args: {host: h}, model: {path: model}}",
-        ["reward.sources.rm.tensor_parallel: an engine of 3 ranks", "reward.sources.rm.server_args.host: megarl sets"],
+        ["reward.sources.rm.tensor_parallel: engines of 3 ranks", "reward.sources.rm.server_args.host: megarl sets"],
     ),
     (
         "reward={sources: {a: {type: exact_match, weight: 0}, m: {type: model, model: {path: model}, weight: 0}}}",
@@ -585,11 +586,12 @@ def test_a_dry_run_names_all_models(job: Path) -> None:
         "reward.sources.served={type: engine, model: {path: scorer}}",
     ]
     recipe = load_recipe(job / "rl.yaml", overrides)
-    assert list(describe_models(recipe, read_model_shape(recipe.model.path))) == [
+    assert list(describe_models(recipe, read_model_shape(recipe.model.path), world=4)) == [
         "model: qwen3, 0.13M parameters, 2 layers",
         "reference: model, qwen3, 0.13M parameters, 2 layers, frozen, in the model's layout",
         "critic: scorer, qwen3, 0.08M parameters, 1 layer, trained in the model's layout",
         "reward.sources.taste: scorer, qwen3, 0.08M parameters, 1 layer, frozen, in the model's layout",
+        "rollouts: 4 engines of 1 rank each, in float32, policy context, weights by direct",
         "reward.sources.served: scorer, qwen3, 0.08M parameters, 1 layer, on an engine of its own",
     ]
 

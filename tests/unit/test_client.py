@@ -33,7 +33,7 @@ def ask(body: str, *, status: int = 200, generate: bool = False) -> tuple[Any, l
             await web.TCPSite(runner, LOOPBACK, 0).start()
             address = EngineAddress("reward engine taste", *runner.addresses[0][:2])
             if generate:
-                options = {"samples": 4, "temperature": 1.0, "max_new_tokens": 8, "stop_token": 2}
+                options = {"temperature": 1.0, "max_new_tokens": 8, "stop_token": 2}
                 async with EngineClient(address, "key") as client:
                     return await client.generate([7, 8, 9], **options)
             async with ScoreClient(address, "key", HEAD) as scorer:
@@ -61,7 +61,7 @@ def test_sequences_are_scored_without_the_padding_at_their_ends() -> None:
             False,
             "to score 2 sequences of up to 3 tokens and gave no number for each (Expected `float`",
         ),
-        ("no", 400, True, "for 4 responses to a prompt of 3 tokens and answered HTTP 400: no; see its log"),
+        ("no", 400, True, "for 8 tokens after 3 and answered HTTP 400: no; see its log"),
     ],
 )
 def test_an_engine_that_fails_is_named_with_what_it_was_asked_and_said(

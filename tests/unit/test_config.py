@@ -412,7 +412,7 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
             "8 samples is never between 0.25 and 0.375",
         ),
         (["batch.sampling={type: informative, low: 0.2, high: 0.375}"], 6, ""),
-        (["rollout.tensor_parallel=4"], 6, "an engine of 4 ranks must lie on one node and divide the world evenly"),
+        (["rollout.tensor_parallel=4"], 6, "engines of 4 ranks must divide the world evenly, and each lie on one node"),
         (["rollout.tensor_parallel=3"], 6, "tensor_parallel: 3 does not divide the model's attention heads (8)"),
         (["rollout.tensor_parallel=8"], 24, ""),  # each key-value head on two ranks
         (["rollout.tensor_parallel=12"], 12, "12 does not divide"),
@@ -430,11 +430,12 @@ def test_checks_of_an_rl_recipe(tmp_path: Path, overrides: list[str], world: int
     assert complaint in str(caught.value)
 
 
-def test_an_engine_must_lie_on_one_node(tmp_path: Path) -> None:
+def test_an_engine_lies_on_one_node_or_on_whole_ones(tmp_path: Path) -> None:
     recipe = load(tmp_path, RL, "rollout.tensor_parallel=4")
-    check_recipe(recipe, SHAPE, world=8, ranks_per_node=4)
-    with pytest.raises(RecipeError, match="there are 8 ranks, 2 a node"):
-        check_recipe(recipe, SHAPE, world=8, ranks_per_node=2)
+    for ranks_per_node in (2, 4, 8):
+        check_recipe(recipe, SHAPE, world=8, ranks_per_node=ranks_per_node)
+    with pytest.raises(RecipeError, match="there are 12 ranks, 3 a node"):
+        check_recipe(recipe, SHAPE, world=12, ranks_per_node=3)
 
 
 def test_the_batch_of_an_sft_recipe_is_enough_for_the_data_parallel_ranks(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ import pytest
 
 from megarl.config import RlRecipe, load_recipe
 from megarl.data import Problem, write_rows
-from megarl.rollout_engine import Coordinator, EngineTimeout
+from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
 from megarl.rollout_engine.channel import Taken
+from megarl.rollout_engine.client import Chunk, Load
 from megarl.transfer_queue import TransferQueue
-from megarl.types import Completion
+from megarl.types import Completion, VersionSpan
 from tests.small_job import write_small_job
 
 PROMPTS, SAMPLES = 2, 4
@@ -25,14 +26,19 @@ class Engine:
 
     name = "reward engine taste"
 
+    address = EngineAddress(name, "localhost", 1)
+
     def __init__(self, hangs: bool) -> None:
         self.version, self.hangs, self.owed = 0, hangs, 0
         self.temperatures: list[float] = []
         self.scored: list[list[int]] = []
 
-    async def generate(self, input_ids: list[int], *, samples: int, temperature: float, **_: Any) -> list[Completion]:
+    async def generate(self, input_ids: list[int], *, temperature: float, **_: Any) -> Chunk:
         self.temperatures.append(temperature)
-        return [Completion([1, 2], [-1.0, -1.0], "stop", self.version)] * samples
+        return Chunk(Completion([1, 2], [-1.0, -1.0], "stop", [VersionSpan(self.version, 0, 2)]), 0, 0)
+
+    async def load(self, *, timeout_s: float) -> Load:
+        return Load(4096, 64, 0, 0, 0, 0, None)
 
     async def score(self, sequences: list[list[int]]) -> list[float]:
         self.scored += sequences
@@ -69,25 +75,35 @@ def take(
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, queue = Engine(hangs), TransferQueue(PROMPTS)
+        engine, queue = Engine(hangs), TransferQueue(PROMPTS, max_lag=0)
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
         scorers = dict.fromkeys(recipe.reward.engines, client)
-        coordinator = Coordinator(recipe, connect, rewards, scorers, queue, max_positions=64)
-        coordinator.use([client])
 
         async def run() -> list[Taken]:
+            coordinator = Coordinator(
+                recipe, connect, rewards, scorers, queue, max_positions=64, failed_requests=job / "failed.jsonl"
+            )
+            await coordinator.dispatcher.serve({0: client})
             taken = []
             for step in range(steps):
                 engine.version = step
-                coordinator._generation = asyncio.create_task(coordinator._generate(step))
-                taken.append(await coordinator._take(step))
+                coordinator.generate(step)
+                taken.append(await finished(coordinator, step))
+            await coordinator.dispatcher.close()
             return taken
 
         return asyncio.run(run()), engine
     finally:
         os.chdir(before)
+
+
+async def finished(coordinator: Coordinator, step: int) -> Taken:
+    """As rank 0 asks: again and again."""
+    while not isinstance(reply := await coordinator.within(0.05, lambda: coordinator.take(step)), Taken):
+        pass
+    return reply
 
 
 def rows(taken: Taken) -> list[int]:
@@ -121,7 +137,7 @@ def test_bounds_are_on_the_share_of_right_samples(job: Path) -> None:
 def test_remax_asks_for_greedy_answers(job: Path) -> None:
     (taken,), engine = take(job, "algorithm.advantage.type=remax")
     assert [group.greedy_scores for group in taken.groups] == [{"answer": 1.0}, {"answer": 0.0}]
-    assert sorted(engine.temperatures) == [0.0, 0.0, 1.0, 1.0]
+    assert sorted(engine.temperatures) == [0.0, 0.0] + [1.0] * 2 * SAMPLES
 
 
 def test_more_prompts_than_needed_in_one_wave(job: Path) -> None:

@@ -25,23 +25,6 @@ def deadlock_in_c():
     while True:
         libc.pthread_mutex_lock(mutex)
 
-def tolerate(name, replace):
-    # a child ends inside, and maybe another one takes its place
-    global child
-    with guard.tolerating(name):
-        os.kill(child.process.pid, 9)
-        time.sleep(0.3)
-        print("it is tolerated", flush=True)
-        if replace:
-            guard.stop(child)
-            child = start_child("sleeper:main", {}, name=name, log=run_dir / "log2", env={"PYTHONPATH": sys.argv[2]})
-            guard.watch(child)
-    time.sleep(0.3)
-    print("and is not missed", flush=True)
-    if replace:
-        os.kill(child.process.pid, 9)
-    time.sleep(600)
-
 def work():
     while not guard.stop_requested:
         time.sleep(0.01)
@@ -59,16 +42,13 @@ if sys.argv[3] == "die before the watch":
     os.kill(child.process.pid, 9)
     time.sleep(0.1)
 print(child.process.pid, flush=True)
-guard.watch(child)
+guard.watch(child, vital=sys.argv[3] != "not vital")
 match sys.argv[3]:
     case "sleep": time.sleep(600)
     case "receive": ends = socket.socketpair(); ends[0].recv(1)
     case "deadlock in C": deadlock_in_c()
     case "die": guard.die("the cause, as told", code=5)
     case "work": work()
-    case "tolerate": tolerate("engine 0", replace=False)
-    case "tolerate another": tolerate("engine 1", replace=False)
-    case "replace": tolerate("engine 0", replace=True)
     case _: time.sleep(600)
 """
 
@@ -182,16 +162,15 @@ def test_a_cause_is_told_and_recorded(rank: Rank) -> None:
     assert [(row["rank"], row["cause"]) for row in rank.causes()] == [(3, "the cause, as told")]
 
 
-@pytest.mark.parametrize(
-    ("task", "printed"),
-    [
-        ("tolerate", "it is tolerated\n"),  # but it is missed after the block
-        ("tolerate another", ""),
-        ("replace", "it is tolerated\nand is not missed\n"),  # the other one's end is
-    ],
-)
-def test_an_end_that_is_tolerated_must_be_dealt_with(task: str, printed: str, tmp_path: Path) -> None:
-    code, output, errors = Rank(tmp_path, task).end_within(5)
-    assert (code, output) == (1, printed)
-    assert "engine 0 (pid" in errors
-    assert "was killed by signal 9" in errors
+@pytest.mark.parametrize("rank", ["not vital"], indirect=True)
+def test_the_death_of_a_child_that_is_not_vital_ends_nothing(rank: Rank) -> None:
+    os.kill(rank.child, signal.SIGKILL)
+    time.sleep(0.3)
+    assert rank.process.poll() is None
+    assert rank.causes() == []
+
+
+@pytest.mark.parametrize("rank", ["not vital"], indirect=True)
+def test_a_child_that_is_not_vital_ends_with_its_rank(rank: Rank) -> None:
+    rank.process.send_signal(signal.SIGTERM)
+    assert rank.end_within(2)[0] == 128 + signal.SIGTERM

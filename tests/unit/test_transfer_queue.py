@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def group(index: int, *versions: int) -> Group:
 @given(st.permutations(range(6)))
 def test_a_step_comes_out_in_order_however_its_groups_finished(order: list[int]) -> None:
     async def run() -> None:
-        queue = TransferQueue(3)
+        queue = TransferQueue(3, max_lag=0)
         for index in order:
             await queue.put(group(index, index // 3))
         for step in range(2):
@@ -45,7 +46,7 @@ def test_a_step_comes_out_in_order_however_its_groups_finished(order: list[int])
 
 def test_take_waits_for_the_last_group_of_its_step() -> None:
     async def run() -> None:
-        queue = TransferQueue(2)
+        queue = TransferQueue(2, max_lag=0)
         taking = asyncio.create_task(queue.take(0))
         for index in (1, 2, 3):  # not the one that is missing
             await queue.put(group(index, index // 2))
@@ -60,7 +61,7 @@ def test_take_waits_for_the_last_group_of_its_step() -> None:
 @pytest.mark.parametrize("taken", [False, True], ids=["still there", "taken already"])
 def test_a_group_goes_in_once(taken: bool) -> None:
     async def run() -> None:
-        queue = TransferQueue(1)
+        queue = TransferQueue(1, max_lag=0)
         await queue.put(group(0, 0))
         if taken:
             await queue.take(0)
@@ -73,9 +74,20 @@ def test_a_group_goes_in_once(taken: bool) -> None:
 @pytest.mark.parametrize("versions", [(0,), (1, 0), (2,)], ids=["older", "one older", "newer"])
 def test_other_weights_than_the_steps_are_a_mistake(versions: tuple[int, ...]) -> None:
     async def run() -> None:
-        queue = TransferQueue(1)
+        queue = TransferQueue(1, max_lag=0)
         await queue.put(group(1, *versions))
-        with pytest.raises(AssertionError, match=r"prompts \[1\] of step 1 were answered by other weights"):
+        with pytest.raises(AssertionError, match=r"prompts \[1\] of step 1 were answered by weights of other versions"):
             await queue.take(1)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("oldest", "allowed"), [(3, True), (1, True), (0, False)])
+def test_tokens_may_lag_behind_as_far_as_allowed(oldest: int, allowed: bool) -> None:
+    async def run() -> None:
+        queue = TransferQueue(1, max_lag=2)
+        await queue.put(group(3, 3, oldest))
+        with nullcontext() if allowed else pytest.raises(AssertionError, match="other versions than range"):
+            await queue.take(3)
 
     asyncio.run(run())

@@ -102,7 +102,7 @@ def compare(layouts: list[str], families: list[str], directory: Path) -> list[nu
             continue
         plan = numerics.Plan(references=directory / "references", layouts=mine, families=fit, out=out)
         plan.write(out / "plan")
-        run("mpirun", ranks, "payload_numerics.py", out / "plan", log=out / "log")
+        run("mpirun", ranks, "tests.distributed.payload_numerics", out / "plan", log=out / "log")
         for layout in mine:
             for family in fit[layout]:
                 errors = msgspec.json.decode((out / f"{layout}.{family}.json").read_bytes(), type=numerics.Errors)

@@ -62,7 +62,7 @@ def main() -> None:
     prompts, rounds = arguments.prompts or (24 if quick else 64), arguments.rounds or (1 if quick else 3)
     policies = (BASELINE, "context") if quick else LIVE
     rows = asyncio.run(measure(arguments.model, policies, prompts, rounds, arguments.cache))
-    print(f"{prompts} prompts x {GROUP_SIZE}, {ENGINES} engines with room for {arguments.cache} tokens, {rounds} rounds")
+    print(f"{prompts} prompts x {GROUP_SIZE}, {ENGINES} engines, caches of {arguments.cache} tokens, {rounds} rounds")
     print(f"{'':18}" + "".join(f"{name:>12}" for name in (*Measured._fields, "speed")))
     base = rows[BASELINE].tokens_per_s
     for policy, row in rows.items():
@@ -75,9 +75,7 @@ def main() -> None:
     )
 
 
-async def measure(
-    model: Path, policies: tuple[str, ...], prompts: int, rounds: int, cache: int
-) -> dict[str, Measured]:
+async def measure(model: Path, policies: tuple[str, ...], prompts: int, rounds: int, cache: int) -> dict[str, Measured]:
     """Medians by policy."""
     guard, key = Guard(0), secrets.token_hex(16)
     found: dict[str, list[Measured]] = {policy: [] for policy in policies}

@@ -4,8 +4,8 @@
     python tools/bench/rollout_policies.py             five draws of lengths: some minutes
     python tools/bench/rollout_policies.py --quick     one draw: within a minute on 2 cores
 
-The phases are the presets of `tools/simulate_rollout.py`, whose engines are models of H800 (docs/rollout.md). Of several
-draws the medians are printed; all policies have the same ones.
+The phases are the presets of `tools/simulate_rollout.py`, whose engines are models of H800 (docs/rollout.md). Of
+several draws the medians are printed; all policies have the same ones.
 
 Columns:
   seconds     of the phase
@@ -16,8 +16,8 @@ Columns:
   idle        % of the engines' time without anything to do
   prefill     % of it spent in prefill, nearly all of it for the second time
   preempted   requests that engines took back since their cache was full
-  seer        throughput that Seer (arXiv 2511.14617 v3) has over a synchronous trainer, without speculation; it also has
-              96 % of an oracle's throughput and a tail shorter by 89 %
+  seer        throughput that Seer (arXiv 2511.14617 v3) has over a synchronous trainer, without speculation; it also
+              has 96 % of an oracle's throughput and a tail shorter by 89 %
 
 The last line has context's throughput of each preset, its smallest fraction of oracle, its change of the tail on the
 three presets of Seer (the worst), and its throughput over that of `divided` on early_rl.
@@ -32,8 +32,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from megarl.rollout_engine.scheduler import POLICIES  # noqa: E402
-from megarl.simulator import PRESETS, Preset, Summary, make_scheduler, simulate, summarize  # noqa: E402
+from megarl.rollout_engine.scheduler import POLICIES
+from megarl.simulator import PRESETS, Preset, Summary, make_scheduler, simulate, summarize
 
 SEER = {"moonlight": 1.47, "qwen2_vl_72b": 1.56, "kimi_k2": 1.27}
 BASELINE = "group_round_robin"
@@ -54,9 +54,7 @@ def measure(preset: Preset, policy: str, seeds: int) -> list[Summary]:
 
 def ratio(ours: list[Summary], theirs: list[Summary], name: str) -> float:
     """The median over draws of one number over another's."""
-    return statistics.median(
-        getattr(one, name) / getattr(other, name) for one, other in zip(ours, theirs, strict=True)
-    )
+    return statistics.median(getattr(one, name) / getattr(other, name) for one, other in zip(ours, theirs, strict=True))
 
 
 def median(summaries: list[Summary], name: str) -> float:

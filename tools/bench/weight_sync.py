@@ -172,8 +172,8 @@ def measure(case: Case, directory: Path, rounds: int) -> Measured:
     out = directory / case.name
     out.mkdir()
     Plan(directory / "model", case.layout, case.engines, rounds, out).write(out / "plan.json")
-    script, start = "../../tools/bench/weight_sync_ranks.py", time.monotonic()
-    with started("mpirun", 2, script, out / "plan.json", log=out / "log") as launch:
+    ranks, start = "tools.bench.weight_sync_ranks", time.monotonic()
+    with started("mpirun", 2, ranks, out / "plan.json", log=out / "log") as launch:
         if launch.wait(LIMIT_S):
             sys.exit(launch.output()[-6000:])
     print(f"{case.name}: {time.monotonic() - start:.0f} s with the start of the engines", file=sys.stderr)

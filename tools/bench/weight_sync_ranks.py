@@ -1,16 +1,13 @@
 """One rank of weight_sync.py: it holds its part of the model, starts the engine that it leads, and publishes.
 
-python weight_sync_ranks.py PLAN, where PLAN is a file with a `weight_sync.Plan`.
+Its argument is a file with a `weight_sync.Plan`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-import sys
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,7 +45,8 @@ PUBLISHERS: dict[str, Publish] = {
 }
 
 
-def main(plan: Plan) -> None:
+def main(file: str) -> None:
+    plan = Plan.read(Path(file))
     info = rank_info()
     guard = Guard(info.rank)
     control = connect(info, DEADLINE_S)
@@ -211,12 +209,3 @@ class Memcpy:
         start = time.perf_counter()
         self._to.copy_(self._from)
         return max(self._control.allgather(time.perf_counter() - start, float, what="seconds"))
-
-
-if __name__ == "__main__":
-    try:
-        main(Plan.read(Path(sys.argv[1])))
-    except BaseException:  # noqa: BLE001 (the other ranks would wait)
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
