@@ -60,7 +60,7 @@ class Divided(Scheduler):
 
     def _go_on(self, request: Request) -> Assignment | None:
         engine = request.engine
-        if engine is None or len(engine.running) >= engine.max_running:
+        if engine is None or self.engines.get(engine.number) is not engine or len(engine.running) >= engine.max_running:
             return None
         tokens = self._tokens(request, engine)
         if self.waiting == len(self._ended) + 1:  # none queues, so that room elsewhere is nobody's
