@@ -12,9 +12,6 @@ from megarl.rollout_engine.scheduler.base import Assignment, Engine, Request, Sc
 _CHUNK = 0.8
 """Tokens of a chunk, times the root of those of the cache. Its end costs about one step without the request, and half
 of its tokens are reserved in vain; the sum is least near here, and flat."""
-_FIRST_PART = 16
-"""A first chunk is at least one part in so many of the longest response: if more start than can go on together, most
-lose their cache and are prefilled again."""
 _LEAST_PART = 4
 """A chunk may be cut short for want of room, to one part in so many: one that is hardly any is not worth its end."""
 _HEADROOM = 0.1
@@ -98,8 +95,7 @@ class Divided(Scheduler):
         left = request.limit - request.generated
         if self._chunk_tokens is not None:
             return min(self._chunk_tokens, left)
-        tokens = math.ceil(_CHUNK * math.sqrt(engine.kv_tokens))
-        return min(tokens if request.generated else max(tokens, request.limit // _FIRST_PART), left)
+        return min(math.ceil(_CHUNK * math.sqrt(engine.kv_tokens)), left)
 
     def _admits(self, engine: Engine, request: Request, tokens: int) -> bool:
         headroom = _HEADROOM * engine.kv_tokens if engine.running else 0
