@@ -35,15 +35,13 @@ class Context(Divided):
         group.estimate = length if old is None else max(group.estimate, length)
         value = self.correlation.value
         trusts = value is None or value > (_DOUBTED if self.trusts_groups else _TRUSTED)
+        for request in group.requests:
+            request.probe = False
         if trusts != self.trusts_groups:
             self.trusts_groups = trusts
-            again = [request for *_, request in self._queue]
+            self._reorder([request for _, stamp, request in self._queue if stamp == request.stamp])
         else:
-            again = list(group.requests)
-        for request in again:
-            if request.stamp > 0:
-                request.probe = False
-                self._enqueue(request)
+            self._reorder(request for request in group.requests if request.stamp > 0)
 
     def _key(self, request: Request) -> int:
         if not self.trusts_groups:

@@ -5,23 +5,39 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Iterable
 
 from megarl.rollout_engine.scheduler.base import Assignment, Engine, Request, Scheduler
 
-_CHUNK = 1.0
-_HEADROOM = 0.1  # of a cache, kept for those that run there: one that has to wait half-way loses its place in it
-_IMBALANCE = 8  # one part in so many of a cache may be less free where a request's prefix is cached
-_LEAST = 4
-_FIRST = 16
-_SLACK = 0
+_CHUNK = 0.8
+"""Tokens of a chunk, times the root of those of the cache. Its end costs about one step without the request, and half
+of its tokens are reserved in vain; the sum is least near here, and flat."""
+_LEAST_PART = 4
+"""A chunk may be cut short for want of room, to one part in so many: one that is hardly any is not worth its end."""
+_HEADROOM = 0.1
+"""The part of a cache that is kept for those that run there to grow."""
+_BALANCED = 0.85
+"""An engine that has this much of another's load is as loaded."""
+_MOVE_PAYS = 700
+"""A move costs a prefill, for which all others on the new engine wait, and makes each later step on the old one a bit
+shorter. On engines of all kinds it pays after about one step for so many tokens of the cache."""
+_PROMPTS_TOGETHER = 4
+"""A group stays together on one engine until that has more load than others by so many of its prompts: it saves room
+to hold a prompt once, but groups of long responses should spread."""
 
 
 class Divided(Scheduler):
+    """What has begun goes on where it is, as long as there is room; then the first in a queue, where most room is.
+
+    An engine is given what its cache is sure to hold: prompts, what has been generated, and the chunks. So it never has
+    to preempt. A request that finds no room at the end of a chunk queues, and loses its place in the cache.
+    """
+
     def __init__(self, *, chunk_tokens: int | None = None, patience: int = 1 << 62) -> None:
-        """`chunk_tokens` are the new tokens of a chunk while others wait; None: more, the longer a response is."""
+        """`chunk_tokens` are the most new tokens of a chunk; None: as an engine's cache suggests."""
         super().__init__(patience=patience)
         self._chunk_tokens = chunk_tokens
-        self._ended: deque[Request] = deque()
+        self._ended: deque[Request] = deque()  # their chunks have just come back
         self._queue: list[tuple[int, int, Request]] = []  # a heap of (key, stamp, request), some no longer valid
         self._stamp = 0
 
@@ -29,57 +45,61 @@ class Divided(Scheduler):
         ended = self._ended
         while ended:
             request = ended.popleft()
-            if request.stamp and (assignment := self._go_on(request)):
+            if not request.stamp:
+                continue
+            if assignment := self._go_on(request):
                 return assignment
-            if request.stamp:
-                self._put_aside(request)
-        request = self._starving() or self._first()
-        if request is None:
+            self._push(request)
+        queue = self._queue
+        while queue and queue[0][1] != queue[0][2].stamp:
+            heapq.heappop(queue)
+        return self._begin(self._starving() or queue[0][2]) if queue else None
+
+    def _go_on(self, request: Request) -> Assignment | None:
+        engine = request.engine
+        if engine is None or self.engines.get(engine.number) is not engine or len(engine.running) >= engine.max_running:
             return None
-        best = self._least_loaded()
-        if best is None:
+        tokens = self._tokens(request, engine)
+        if self.waiting == len(self._ended) + 1:  # none queues, so that room elsewhere is nobody's
+            better = self._better(request, engine, tokens)
+            if better is not None:
+                return self._start(request, better, tokens)
+        room = engine.room(request)
+        return self._start(request, engine, min(tokens, room)) if room >= max(tokens // _LEAST_PART, 1) else None
+
+    def _better(self, request: Request, engine: Engine, tokens: int) -> Engine | None:
+        """An engine that it is worth to move to: what is left is taken to be as long as what has been generated."""
+        left = min(request.generated, request.limit - request.generated)
+        if left * _MOVE_PAYS < engine.kv_tokens:
             return None
-        tokens = min(self._chunk(best), request.limit - request.generated)
-        slack = best.kv_tokens // _IMBALANCE
-        if not request.generated:
-            tokens = max(tokens, request.limit // _FIRST)
-            slack = _SLACK * request.prompt
+        other = self._least_loaded()
+        if other is None or other.used + request.tokens > _BALANCED * engine.used or other.room(request) < tokens:
+            return None
+        return other
+
+    def _begin(self, request: Request) -> Assignment | None:
+        """Starts one from the queue."""
+        engine = self._least_loaded()
+        if engine is None:
+            return None
+        tokens = self._tokens(request, engine)
         home = request.engine or request.group.home
-        if home is not None and home is not best and self.engines.get(home.number) is home:
-            cached = request.prompt + (request.generated if home is request.engine else 0)
-            if self._admits(home, request, tokens) and home.used - best.used <= cached + slack:
-                best = home
-        if not self._admits(best, request, tokens):
-            return None
-        return self._start(request, best, tokens)
+        if home is not None and home is not engine and self.engines.get(home.number) is home:
+            saved = request.tokens if home is request.engine else _PROMPTS_TOGETHER * request.prompt
+            if home.used - engine.used <= saved and self._admits(home, request, tokens):
+                engine = home
+        return self._start(request, engine, tokens) if self._admits(engine, request, tokens) else None
+
+    def _tokens(self, request: Request, engine: Engine) -> int:
+        """New tokens of its next chunk."""
+        left = request.limit - request.generated
+        if self._chunk_tokens is not None:
+            return min(self._chunk_tokens, left)
+        return min(math.ceil(_CHUNK * math.sqrt(engine.kv_tokens)), left)
 
     def _admits(self, engine: Engine, request: Request, tokens: int) -> bool:
         headroom = _HEADROOM * engine.kv_tokens if engine.running else 0
         return engine.room(request) >= tokens + headroom
-
-    def _first(self) -> Request | None:
-        queue = self._queue
-        while queue and queue[0][1] != queue[0][2].stamp:
-            heapq.heappop(queue)
-        return queue[0][2] if queue else None
-
-    def _chunk(self, engine: Engine) -> int:
-        return self._chunk_tokens or int(_CHUNK * math.sqrt(engine.kv_tokens))
-
-    def _go_on(self, request: Request) -> Assignment | None:
-        engine = request.engine
-        if engine is None or self.engines.get(engine.number) is not engine:
-            return None
-        tokens = min(self._chunk(engine), request.limit - request.generated)
-        if self.waiting == len(self._ended) + 1:
-            best = self._least_loaded()
-            if best is not None and best is not engine and best.room(request) >= tokens:
-                if engine.used - best.used > request.tokens + engine.kv_tokens // _IMBALANCE:
-                    return self._start(request, best, tokens)
-        room = engine.room(request)
-        if room < tokens // _LEAST:
-            return None
-        return self._start(request, engine, max(min(tokens, room), 1))
 
     def _load(self, engine: Engine) -> int:
         return engine.used if len(engine.running) < engine.max_running else engine.kv_tokens
@@ -87,14 +107,21 @@ class Divided(Scheduler):
     def _enqueue(self, request: Request) -> None:
         self._stamp += 1
         request.stamp = self._stamp
-        if request.engine is not None:
-            self._ended.append(request)
+        if request.engine is None:
+            self._push(request)
         else:
-            heapq.heappush(self._queue, (self._key(request), self._stamp, request))
+            self._ended.append(request)
 
-    def _put_aside(self, request: Request) -> None:
+    def _push(self, request: Request) -> None:
         heapq.heappush(self._queue, (self._key(request), request.stamp, request))
 
+    def _reorder(self, requests: Iterable[Request]) -> None:
+        """Their keys have changed."""
+        for request in requests:
+            self._stamp += 1
+            request.stamp = self._stamp
+            self._push(request)
+
     def _key(self, request: Request) -> int:
-        """The least is next."""
+        """The least is next, the first come among equals: what has begun, then the oldest group."""
         return 0 if request.generated else request.group.number + 1
