@@ -195,7 +195,7 @@ class Rollout(Serving):
     policy: Literal["context", "divided", "least_loaded", "group_round_robin"] = "context"
     """Which response is generated next, and where; see docs/rollout.md."""
     chunk_tokens: PositiveInt | None = None
-    """Most new tokens of a response at a time while others wait (context, divided); none: from the engines' caches."""
+    """Most new tokens of a response at a time (context, divided); none: 0.8 x the root of the tokens in a cache."""
     stall_s: Seconds = 120.0
     """An engine that owes answers and makes no progress for so many seconds is taken for dead."""
     restarts: NonNegativeInt = 3

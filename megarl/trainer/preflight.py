@@ -299,8 +299,8 @@ def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iter
     rollout, size = recipe.rollout, recipe.rollout.tensor_parallel
     numbers = "float8 with bfloat16" if rollout.fp8 else recipe.engine_dtype
     yield (
-        f"rollouts: {world // size} engines of {size} rank{'s' * (size > 1)} each, in {numbers}, policy {rollout.policy},"
-        f" weights by {recipe.publish.type}"
+        f"rollouts: {world // size} engines of {size} rank{'s' * (size > 1)} each, in {numbers},"
+        f" policy {rollout.policy}, weights by {recipe.publish.type}"
     )
 
 
