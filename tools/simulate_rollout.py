@@ -73,28 +73,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("preset", nargs="?", choices=sorted(PRESETS), help="a workload with its engines")
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="a workload from a file instead")
     parser.add_argument(
-        "--cap", type=int, help="with --lengths: tokens of the longest response allowed; the longest one"
+        "--cap", type=positive, help="with --lengths: tokens of the longest response allowed; the longest one"
     )
-    parser.add_argument("--prompt", type=int, help="tokens of each prompt (512, or the preset's)")
+    parser.add_argument("--prompt", type=positive, help="tokens of each prompt (512, or the preset's)")
     parser.add_argument("--mean", type=float, help="another mean length than the preset's")
     parser.add_argument("--between", type=float, help="another spread of the logarithm between groups")
     parser.add_argument("--within", type=float, help="another spread within groups")
     parser.add_argument("--runaway", type=float, help="another fraction of requests that run to the cap")
-    parser.add_argument("--groups", type=int, help="another number of groups")
+    parser.add_argument("--groups", type=positive, help="another number of groups")
     parser.add_argument("--seed", type=int, default=0, help="of a preset's lengths (0)")
     parser.add_argument("--write-lengths", type=Path, metavar="FILE", help="write the workload to a file as well")
     parser.add_argument("--policy", action="append", choices=list(POLICIES), help="may be given again; all if not")
-    parser.add_argument("--chunk", type=int, metavar="TOKENS", help="of a chunk, for divided, context and oracle")
+    parser.add_argument("--chunk", type=positive, metavar="TOKENS", help="of a chunk, for divided, context and oracle")
     parser.add_argument(
-        "--enough", type=int, metavar="GROUPS", help="stop when so many groups are finished (over-issue)"
+        "--enough", type=positive, metavar="GROUPS", help="stop when so many groups are finished (over-issue)"
     )
-    parser.add_argument("--engines", type=int, help="number of engines")
+    parser.add_argument("--engines", type=positive, help="number of engines")
     parser.add_argument("--engine-file", type=Path, metavar="FILE", help="measurements of a real engine, see above")
     parser.add_argument("--model", choices=sorted(MODELS), help="another model")
     parser.add_argument("--gpu", choices=sorted(GPUS), help="another GPU")
-    parser.add_argument("--gpus", type=int, help="another number of GPUs of one engine")
-    parser.add_argument("--kv-tokens", type=int, help="another size of an engine's cache")
-    parser.add_argument("--max-running", type=int, help="another limit of requests that run on an engine")
+    parser.add_argument("--gpus", type=positive, help="another number of GPUs of one engine")
+    parser.add_argument("--kv-tokens", type=positive, help="another size of an engine's cache")
+    parser.add_argument("--max-running", type=positive, help="another limit of requests that run on an engine")
     parser.add_argument("--request-s", type=float, help="another delay of a chunk on its way to an engine")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the engines over time, a row a policy")
@@ -110,6 +110,13 @@ def workload(given: argparse.Namespace) -> Workload:
     names = ("mean", "between", "within", "runaway", "groups", "prompt")
     changed = {name: value for name in names if (value := getattr(given, name)) is not None}
     return replace(PRESETS[given.preset].lengths, **changed).draw(given.seed)
+
+
+def positive(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a positive whole number, got {text!r}")
+    return int(text)
 
 
 def engines(given: argparse.Namespace) -> tuple[EngineModel, int]:
@@ -161,7 +168,7 @@ def main() -> None:
         print(COLUMNS)
         runs, summaries = {}, []
         for policy in given.policy or POLICIES:
-            chunked = given.chunk is not None and hasattr(POLICIES[policy], "chunk_tokens")
+            chunked = given.chunk is not None and issubclass(POLICIES[policy], Divided)
             scheduler = make_scheduler(policy, **({"chunk_tokens": given.chunk} if chunked else {}))
             run = simulate(
                 work,

@@ -129,8 +129,10 @@ class Coordinator:
             await self.dispatcher.hold()
         prompts, metrics = self._recipe.batch.prompts, self.dispatcher.metrics()
         if isinstance(self._recipe.batch.sampling, FirstGroups):
-            lengths = [len(trajectory.output_ids) for group in taken for trajectory in group.trajectories]
+            trajectories = [trajectory for group in taken for trajectory in group.trajectories]
+            lengths = [len(trajectory.output_ids) for trajectory in trajectories]
             metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
+            metrics |= staleness_metrics(trajectories, step)
         for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
             group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
             await self._queue.put(group)
@@ -301,6 +303,16 @@ async def _all(coroutines: Any) -> list[Any]:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def staleness_metrics(trajectories: list[Trajectory], step: WeightVersion) -> dict[str, float]:
+    """How far behind `step`'s weights those are that sampled the tokens: in versions, and as a share of tokens."""
+    spans = [span for trajectory in trajectories for span in trajectory.versions]
+    stale = sum(span.end - span.start for span in spans if span.version < step)
+    return {
+        "rollout/stale_fraction": stale / max(sum(span.end - span.start for span in spans), 1),
+        "rollout/lag_max": float(max((step - span.version for span in spans), default=0)),
+    }
 
 
 def make_scheduler(recipe: RlRecipe) -> Scheduler:

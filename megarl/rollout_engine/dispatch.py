@@ -242,6 +242,7 @@ class Dispatcher:
                 " (rollout.server_args: mem_fraction_static, max_total_tokens)"
             )
         self._clients[number] = client
+        print(f"{client.name} has room for {load.max_total_num_tokens} tokens and {load.max_running_requests} requests")
         self.scheduler.join(number, kv_tokens=load.max_total_num_tokens, max_running=load.max_running_requests)
         self._watches[number] = asyncio.create_task(self._watch(number, client))
 
@@ -269,6 +270,7 @@ class Dispatcher:
         """The engine is not asked any more; what it ran runs elsewhere."""
         if self._clients.get(number) is not client:
             return
+        print(f"{client.name} is given up: {cause}")
         poisoned = self.scheduler.lost(number)
         self._forget(number)
         self.tally.lost += 1

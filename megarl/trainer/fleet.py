@@ -93,6 +93,8 @@ class Fleet:
         if healthy := self._healthy():
             self._starting -= healthy
             self._publish(model, version, healthy)
+            for number in healthy & self.serving.keys():
+                LOGGER.info("engine %d serves again", number)
         return self.serving != before
 
     def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
@@ -118,14 +120,15 @@ class Fleet:
         """Start these anew, where they are led; what was wrong is said once."""
         if not failed:
             return
-        for number, error in failed.items():
-            LOGGER.warning("engine %d is started anew: %s", number, error)
         if self._restarts == self._recipe.rollout.restarts:
             number, error = next(iter(failed.items()))
+            log = self._job.run.logs / f"engine_{number}.log"
             raise EngineError(
-                f"engine {number} fails after {self._restarts} rounds of new engines in one step (rollout.restarts):"
-                f" {error}"
+                f"engine {number} failed, and {self._restarts} times in this step engines were started anew, as often as"
+                f" rollout.restarts allows: {error}; see {log}"
             )
+        for number, error in failed.items():
+            LOGGER.warning("engine %d is started anew: %s", number, error)
         self._restarts += 1
         self._starting |= failed.keys()
         for number in failed:
