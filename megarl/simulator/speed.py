@@ -37,6 +37,8 @@ class EngineModel:
     """From the scheduler's decision until the request is in the engine's queue."""
     pass_tokens: int = 8192
     gpus: int = 1
+    first_share: float = 0.7
+    """Of the new tokens that running requests may still ask for, an engine that was idle keeps so much room free."""
 
     def steps_s(self, steps: int, batch: int, context: int) -> float:
         """Seconds of so many decode steps of a batch whose contexts are `context` tokens in all before the first."""

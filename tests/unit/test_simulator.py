@@ -36,7 +36,7 @@ from megarl.simulator import (
     simulate,
     summarize,
 )
-from megarl.simulator.engine import CLIP_TOKENS, NEW_TOKEN_RATIO
+from megarl.simulator.engine import CLIP_TOKENS, LEAST_SHARE, SHARE_FALL, SPARE_STEPS
 from megarl.simulator.timeline import BINS, binned
 from tools import simulate_rollout
 
@@ -91,11 +91,14 @@ def test_an_equal_group_on_each_of_several_engines_takes_as_long_as_one_on_one()
 
 
 def test_a_full_cache_preempts_and_prefills_again() -> None:
-    work = equal(4, 1, prompt=10, length=240)
-    summary = summarize("", run_policy("group_round_robin", work, SMALL, 1))
+    work = equal(60, 1, prompt=10, length=240)
+    model = replace(SMALL, kv_tokens=2500, max_running=64, decode_s=(0.1,) * 65)
+    summary = summarize("", run_policy("group_round_robin", work, model, 1))
     assert summary.preemptions > 0
     assert summary.reprefilled > 0
-    assert summarize("", run_policy("divided", work, SMALL, 1)).preemptions == 0
+    assert summarize("", run_policy("divided", work, model, 1)).preemptions == 0
+    bolder = replace(model, first_share=LEAST_SHARE)
+    assert summarize("", run_policy("group_round_robin", work, bolder, 1)).preemptions > summary.preemptions
 
 
 def test_steps_until_is_the_inverse_of_steps() -> None:
@@ -156,6 +159,7 @@ class Stepwise:
         self.queue: list[int] = []
         self.running: list[int] = []
         self.cache: list[list[int]] = []  # [key, tokens], the least recently used first
+        self.share, self.full = model.first_share, False
 
 
 class StepwiseCluster:
@@ -195,7 +199,7 @@ class StepwiseCluster:
                 continue
             engine.queue.append(job)
             if not engine.busy:
-                engine.busy = True
+                engine.busy, engine.share = True, self.model.first_share
                 self.push(now, number, -1)
         return self.finish
 
@@ -222,6 +226,7 @@ class StepwiseCluster:
 
     def leave(self, engine: Stepwise, job: int, keep: bool) -> None:
         engine.running.remove(job)
+        engine.full &= not keep
         if keep:
             self.keep(engine, job, self.made[job])
         if all(self.group[other] != self.group[job] for other in engine.running):
@@ -241,6 +246,8 @@ class StepwiseCluster:
             job = min(engine.running, key=lambda one: (self.made[one] - self.begun[one], -self.order[one]))
             self.leave(engine, job, keep=False)
             engine.queue.append(job)
+            made = sum(self.made[one] - self.begun[one] + SPARE_STEPS for one in engine.running)
+            engine.share = min(made / (sum(self.asked[one] for one in engine.running) + 1), 1.0)
         engine.busy = bool(engine.running)
         if not engine.running:
             return
@@ -251,6 +258,7 @@ class StepwiseCluster:
         step = self.model.decode_s[len(engine.running)] + self.model.cached_s * context
         for job in engine.running:
             self.made[job] += 1
+        engine.share = max(engine.share - SHARE_FALL, LEAST_SHARE)
         self.push(now + step, number, -1)
 
     def stop(self, job: int) -> int:
@@ -260,19 +268,22 @@ class StepwiseCluster:
         return min(self.asked[job] - (self.made[job] - self.begun[job]), CLIP_TOKENS)
 
     def admit(self, engine: Stepwise) -> float:
-        tokens, pairs = 0, 0.0
-        while engine.queue and len(engine.running) < self.model.max_running:
+        tokens, pairs, before = 0, 0.0, set(engine.running)
+        while engine.queue and not engine.full and len(engine.running) < self.model.max_running:
             job, cache = engine.queue[0], dict(engine.cache)
             prompt = self.requests[job].prompt
             shared = any(self.group[other] == self.group[job] for other in engine.running)
             need = self.made[job] + (0 if shared else prompt) + self.left(job)
-            reserve = NEW_TOKEN_RATIO * sum(self.left(other) for other in engine.running)
+            reserve = sum(self.left(one) * (engine.share if one in before else 1) for one in engine.running)
             if engine.running and self.model.kv_tokens - self.locked(engine) - need < reserve:
+                engine.full = True
                 break
             engine.queue.pop(0)
             cached = (prompt if shared else cache.get(~self.group[job], 0)) + cache.get(job, 0)
             missing = max(prompt + self.made[job] - cached, 1)
             held = prompt + self.made[job] - missing
+            if (tokens + missing) // self.model.pass_tokens > tokens // self.model.pass_tokens:
+                before = set(engine.running)
             tokens, pairs = tokens + missing, pairs + missing * (held + missing / 2)
             gone = {job} if shared else {job, ~self.group[job]}
             engine.cache = [entry for entry in engine.cache if entry[0] not in gone]
@@ -286,9 +297,10 @@ class StepwiseCluster:
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "oracle"])
 @pytest.mark.parametrize("seed", range(5))
-def test_jumping_gives_what_single_steps_give(policy: str, seed: int) -> None:
+@pytest.mark.parametrize("first_share", [0.7, LEAST_SHARE])
+def test_jumping_gives_what_single_steps_give(policy: str, seed: int, first_share: float) -> None:
     work = drawn(seed, groups=5)
-    model = replace(SMALL, kv_tokens=400)
+    model = replace(SMALL, kv_tokens=400, first_share=first_share)
     slow = StepwiseCluster(work, model, 2, make_scheduler(policy)).run()
     fast = run_policy(policy, work, model, 2).finish
     assert fast == pytest.approx(slow, rel=1e-9)
@@ -377,7 +389,7 @@ def speed_over_published(row: dict[str, str]) -> float:
         return float(row["step_ms"]) / 1e3 / step
     waves = 2 * min(model.kv_tokens // (prompt + length), model.max_running)
     work = Workload((GroupLengths(prompt, (length,)),) * min(waves, 2000), length)
-    run = run_policy("least_loaded", work, model, 1)
+    run = run_policy("least_loaded", work, replace(model, first_share=LEAST_SHARE), 1)  # busy for long
     return work.tokens / run.makespan / float(row["tokens_s"])
 
 
