@@ -142,7 +142,7 @@ class SimulatedEngine:
         self.planned = min(self._ends[0][0] - self.steps, max(room, 1))
 
     def _admit(self) -> None:
-        tokens, pairs, fresh = 0, 0.0, 0
+        tokens, pairs, fresh, before = 0, 0.0, 0, len(self.running)
         while self.queue and len(self.running) < self.model.max_running:
             job = self.queue[0]
             shared = job.group in self._prompts
@@ -161,7 +161,7 @@ class SimulatedEngine:
             same_pass = tokens // self.model.pass_tokens == (tokens - missing) // self.model.pass_tokens
             fresh = (fresh if same_pass else 0) + min(left - 1, CLIP_TOKENS)
         if tokens:
-            seconds = self.model.prefill_seconds(tokens, pairs)
+            seconds = self.model.prefill_seconds(tokens, pairs, len(self.running) - before)
             self.clock += seconds
             self.counts.prefill_s += seconds
             self.counts.prefilled += tokens
