@@ -15,7 +15,8 @@ file with measurements of a real one:
 
     {"name": "qwen-0.5b on 1 core", "kv_tokens": 4096, "max_running": 16,
      "decode": [[1, 128, 0.021], [4, 128, 0.030], [4, 512, 0.041]],      batch, context of each, seconds of a step
-     "prefill_token_s": 0.0008, "prefill_pass_s": 0.01, "request_s": 0.004}
+     "prefill_token_s": 0.0008, "prefill_request_s": 0.0004, "prefill_pass_s": 0.01,
+     "request_s": 0.004, "call_s": 0.001}                           on its way; between two of many that come at once
 
 Policies are those of the real system, the very same objects (docs/rollout.md): group_round_robin is what a synchronous
 trainer does, oracle knows all lengths.

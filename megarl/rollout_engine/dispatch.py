@@ -116,7 +116,7 @@ class Dispatcher:
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._chunks: dict[asyncio.Task[None], int] = {}  # and their engines
         self._open: set[Response] = set()
-        self._held = False
+        self._held = self._pumping = False
 
     async def serve(self, clients: Mapping[int, EngineClient]) -> None:
         """These engines, by number, hold one version of the weights and can be asked from now on."""
@@ -156,7 +156,7 @@ class Dispatcher:
         ]
         group = self.scheduler.add(responses, expected=expected)
         self._open.update(responses)
-        self._pump()
+        self._pump_soon()
         try:
             return list(await asyncio.gather(*(response.done for response in responses)))
         finally:
@@ -191,7 +191,14 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _pump_soon(self) -> None:
+        """After all that is added now: a policy cannot choose among groups that it does not know yet."""
+        if not self._pumping:
+            self._pumping = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
     def _pump(self) -> None:
+        self._pumping = False
         while not self._held and (assignment := self.scheduler.next()) is not None:
             response = assignment.request
             assert isinstance(response, Response)

@@ -97,6 +97,7 @@ class _Cluster:
         self.jobs: list[Job] = []
         self.job_of: dict[Request, Job] = {}
         self.left = [len(group.lengths) for group in self.workload.groups]
+        self.next_arrival = [0.0] * self.count
         self.last_engine: dict[int, int] = {}
         self.finish: dict[int, float] = {}
         self.groups_finished = 0
@@ -155,8 +156,10 @@ class _Cluster:
             self.migrations += self.last_engine.setdefault(job.number, number) != number
             self.last_engine[job.number] = number
             job.asked, job.begun = assignment.tokens, job.generated
-            if self.model.request_s:
-                self._push(now + self.model.request_s, number, job)
+            arrival = max(now + self.model.request_s, self.next_arrival[number])
+            self.next_arrival[number] = arrival + self.model.call_s
+            if arrival > now:
+                self._push(arrival, number, job)
             else:
                 self._arrive(job, number, now)
 

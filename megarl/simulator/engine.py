@@ -1,7 +1,8 @@
 """One SGLang-like engine: its queue, its running batch, its cache; steps of equal batches are taken all at once.
 
 Continuous batching, first come first served: a request is admitted when the cache has room for its context, for the
-new tokens it may ask for (at most `CLIP_TOKENS`), and for a share of those that running ones may still ask for.
+new tokens it may ask for (at most `CLIP_TOKENS`), for all that those prefilled with it may ask for, and for a share of
+what running ones may. The share falls with every step of a busy engine, and is guessed anew after a preemption.
 Prefill goes before decoding. What leaves the batch stays in the cache until room is needed, the least recently used
 first to go; samples of one prompt share it. When the cache is full of running requests, those with the fewest new
 tokens lose what they have, and queue again.
@@ -17,8 +18,9 @@ from megarl.rollout_engine.scheduler import Request
 from megarl.simulator.speed import EngineModel
 
 CLIP_TOKENS = 4096
-NEW_TOKEN_RATIO = 0.098
-"""SGLang's: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, and 0.7 x 0.14, to which its estimate falls within 600 steps."""
+LEAST_SHARE, SHARE_FALL, SPARE_STEPS = 0.098, 0.001, 20
+"""SGLang's: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION; 0.7 x 0.14, to which its share falls from 0.7 within 600 steps;
+SGLANG_RETRACT_DECODE_STEPS."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,16 @@ class SimulatedEngine:
     _admitted: int = 0
     _asked: int = 0  # what running requests may still ask for, clipped; an upper bound after more steps than
     _asked_at: int = -1
+    _share: float = 0.0  # at the step
+    _share_at: int = 0
+
+    def __post_init__(self) -> None:
+        self._share = self.model.first_share
+
+    @property
+    def share(self) -> float:
+        """Of what running requests may still ask for, so much is kept free when one is admitted."""
+        return max(self._share - (self.steps - self._share_at) * SHARE_FALL, LEAST_SHARE)
 
     @property
     def next_event(self) -> float:
@@ -92,6 +104,7 @@ class SimulatedEngine:
         self.planned = min(self.planned, steps)
         if not self.running:
             self.clock = max(self.clock, now)
+            self._share, self._share_at = self.model.first_share, self.steps
 
     def advance(self) -> list[Job]:
         """Takes the planned steps; returns what they finished. `clock` is then when."""
@@ -122,13 +135,14 @@ class SimulatedEngine:
             return
         while self.locked + len(self.running) > self.model.kv_tokens and len(self.running) > 1:
             self._preempt()
+            self._guess_share()
         while self._admissions.get(self._ends[0][2]) != self._ends[0][1]:
             heapq.heappop(self._ends)
         room = (self.model.kv_tokens - self.locked) // len(self.running)
         self.planned = min(self._ends[0][0] - self.steps, max(room, 1))
 
     def _admit(self) -> None:
-        tokens, pairs = 0, 0.0
+        tokens, pairs, fresh, before = 0, 0.0, 0, len(self.running)
         while self.queue and len(self.running) < self.model.max_running:
             job = self.queue[0]
             shared = job.group in self._prompts
@@ -136,7 +150,7 @@ class SimulatedEngine:
             prompt = job.prompt if shared else self._cache.get(~job.group, 0)
             need = job.generated + (0 if shared else job.prompt)
             left = job.asked - (job.generated - job.begun)
-            if self.running and not self._fits(need + min(left, CLIP_TOKENS)):
+            if self.running and not self._fits(need + min(left, CLIP_TOKENS), fresh):
                 break
             self.queue.popleft()
             missing = max(job.prompt - prompt + job.generated - own, 1)
@@ -144,21 +158,24 @@ class SimulatedEngine:
             tokens += missing
             pairs += missing * (held + missing / 2)
             self._start(job, left)
+            same_pass = tokens // self.model.pass_tokens == (tokens - missing) // self.model.pass_tokens
+            fresh = (fresh if same_pass else 0) + min(left - 1, CLIP_TOKENS)
         if tokens:
-            seconds = self.model.prefill_seconds(tokens, pairs)
+            seconds = self.model.prefill_seconds(tokens, pairs, len(self.running) - before)
             self.clock += seconds
             self.counts.prefill_s += seconds
             self.counts.prefilled += tokens
 
-    def _fits(self, need: int) -> bool:
-        room = self.model.kv_tokens - self.locked - need
-        if room >= NEW_TOKEN_RATIO * self._asked or self._asked_at == self.steps:
-            return room >= NEW_TOKEN_RATIO * self._asked
+    def _fits(self, need: int, fresh: int) -> bool:
+        """`fresh`: what those that were admitted in the same pass may still ask for."""
+        room, share = self.model.kv_tokens - self.locked - need - fresh, self.share
+        if room >= share * (self._asked - fresh) or self._asked_at == self.steps:
+            return room >= share * (self._asked - fresh)
         steps = self._asked_at = self.steps
         self._asked = sum(
             min(job.asked - (job.offset + steps - job.begun), CLIP_TOKENS) for job in self.running.values()
         )
-        return room >= NEW_TOKEN_RATIO * self._asked
+        return room >= share * (self._asked - fresh)
 
     def _start(self, job: Job, left: int) -> None:
         """The request joins the batch; its prefill yields its first new token."""
@@ -169,7 +186,7 @@ class SimulatedEngine:
             self._cached -= self._cache.pop(~group, 0)
             self.locked += job.prompt
         self._prompts[group] = self._prompts.get(group, 0) + 1
-        self._asked += min(left, CLIP_TOKENS)
+        self._asked += min(left - 1, CLIP_TOKENS)
         stop = min(job.begun + job.asked, job.length)
         job.generated += 1
         job.offset = job.generated - self.steps
@@ -217,3 +234,8 @@ class SimulatedEngine:
         self._leave(job, keep=False)
         self.counts.preemptions += 1
         self.queue.append(job)
+
+    def _guess_share(self) -> None:
+        made = sum(job.offset + self.steps - job.begun + SPARE_STEPS for job in self.running.values())
+        asked = sum(job.asked for job in self.running.values())
+        self._share, self._share_at = min(made / (asked + 1), 1.0), self.steps

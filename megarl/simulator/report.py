@@ -116,9 +116,10 @@ def bounds(workload: Workload, model: EngineModel, engines: int) -> Bounds:
     read = (decoded * prompts + grown).sum()
     each = model.prefill_s + model.pass_s / model.pass_tokens
     prefill = sum(group.prompt * each + group.prompt**2 / 2 * model.pair_s for group in workload.groups)
+    prefill += workload.requests * model.admit_s
     work = steps * _hull(model, tokens / steps) if tokens else 0.0
     alone = max(
-        model.prefill_seconds(group.prompt, group.prompt**2 / 2)
+        model.prefill_seconds(group.prompt, group.prompt**2 / 2, 1)
         + (max(group.lengths) - 1) * min(model.decode_s[1:])
         + model.cached_s * _read_alone(group.prompt, max(group.lengths))
         for group in workload.groups

@@ -20,8 +20,8 @@ class EngineModel:
     """Seconds of an engine's work, linear in cached tokens, so that a run of equal steps has a closed form.
 
     A decode step of a batch takes `decode_s[batch]`, and `cached_s` for each token of context that it reads. A prefill
-    takes `pass_s` for each started `pass_tokens`, `prefill_s` for each token, and `pair_s` for each pair of a token
-    and one before it.
+    takes `pass_s` for each started `pass_tokens`, `admit_s` for each request, `prefill_s` for each token, and `pair_s`
+    for each pair of a token and one before it.
     """
 
     name: str
@@ -33,10 +33,15 @@ class EngineModel:
     pass_s: float
     prefill_s: float
     pair_s: float = 0.0
+    admit_s: float = 0.0
     request_s: float = 0.0
     """From the scheduler's decision until the request is in the engine's queue."""
+    call_s: float = 0.0
+    """At least so much later than the one before."""
     pass_tokens: int = 8192
     gpus: int = 1
+    first_share: float = 0.7
+    """Of the new tokens that running requests may still ask for, an engine that was idle keeps so much room free."""
 
     def steps_s(self, steps: int, batch: int, context: int) -> float:
         """Seconds of so many decode steps of a batch whose contexts are `context` tokens in all before the first."""
@@ -57,9 +62,9 @@ class EngineModel:
             steps += 1
         return steps
 
-    def prefill_seconds(self, tokens: int, pairs: float) -> float:
+    def prefill_seconds(self, tokens: int, pairs: float, requests: int) -> float:
         passes = -(-tokens // self.pass_tokens)
-        return passes * self.pass_s + tokens * self.prefill_s + pairs * self.pair_s
+        return passes * self.pass_s + requests * self.admit_s + tokens * self.prefill_s + pairs * self.pair_s
 
 
 @dataclass(frozen=True)
@@ -230,8 +235,8 @@ def measured(file: Path) -> EngineModel:
         table = json.loads(file.read_text())
         points = np.array(table["decode"], dtype=float).reshape(-1, 3)
         known = {name: table[name] for name in ("kv_tokens", "max_running")}
-        options = {name: float(table.get(name, 0.0)) for name in ("prefill_token_s", "prefill_pass_s", "request_s")}
-        pairs = float(table.get("prefill_pair_s", 0.0))
+        prefill = {part: float(table.get(f"prefill_{part}_s", 0.0)) for part in ("pass", "request", "token", "pair")}
+        request_s, call_s = (float(table.get(name, 0.0)) for name in ("request_s", "call_s"))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: no table of an engine ({error!r}); --help shows one") from None
     if not len(points) or (points[:, 0] < 1).any() or (points <= 0).any() or min(known.values()) < 1:
@@ -254,9 +259,11 @@ def measured(file: Path) -> EngineModel:
         max_running=known["max_running"],
         decode_s=tuple(np.maximum(decode, 1e-9).tolist()),
         cached_s=slope,
-        pass_s=options["prefill_pass_s"],
-        prefill_s=options["prefill_token_s"],
-        pair_s=pairs,
-        request_s=options["request_s"],
+        pass_s=prefill["pass"],
+        prefill_s=prefill["token"],
+        pair_s=prefill["pair"],
+        admit_s=prefill["request"],
+        request_s=request_s,
+        call_s=call_s,
         gpus=0,
     )

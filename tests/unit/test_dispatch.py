@@ -27,12 +27,14 @@ class Engine:
         self.version, self.owed, self.asked = version, 0, 0
         self.room = kv_tokens, max_running
         self.dead = self.refuses = self.paused = False
+        self.first: list[int] = []  # tokens of the prompts, in the order in which they came
         self.hangs_after = self.dies_after = 1 << 60
         self.poison = -1
         self.most_at_once = self.tokens = 0
 
     async def generate(self, input_ids: list[int], *, max_new_tokens: int, **_: Any) -> Chunk:
         self.asked, self.owed = self.asked + 1, self.owed + 1
+        self.first.append(input_ids[0])
         self.most_at_once = max(self.most_at_once, self.owed)
         try:
             if self.asked > self.hangs_after:
@@ -94,6 +96,19 @@ def test_responses_are_whole_under_each_policy(policy: str) -> None:
         assert sum(engine.tokens for engine in engines) == sum(4 * (3 * i + 1) for i in range(1, 9))
         assert dispatcher.tally.chunks == sum(engine.asked for engine in engines)
         assert (dispatcher.scheduler.waiting, dispatcher.scheduler.running) == (0, 0)
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_groups_that_come_together_are_all_known_before_the_first_is_served() -> None:
+    """So each group's probe goes before the others of any."""
+
+    async def run() -> None:
+        dispatcher, engine = make(), Engine(0, max_running=4)
+        await dispatcher.serve(clients(engine))
+        await asyncio.gather(*(respond(dispatcher, 1000 * i, 2, samples=4) for i in range(4)))
+        assert engine.first[:4] == [0, 1000, 2000, 3000]
         await dispatcher.close()
 
     asyncio.run(run())

@@ -36,7 +36,7 @@ from megarl.simulator import (
     simulate,
     summarize,
 )
-from megarl.simulator.engine import CLIP_TOKENS, NEW_TOKEN_RATIO
+from megarl.simulator.engine import CLIP_TOKENS, LEAST_SHARE, SHARE_FALL, SPARE_STEPS
 from megarl.simulator.timeline import BINS, binned
 from tools import simulate_rollout
 
@@ -49,6 +49,7 @@ SMALL = EngineModel(
     pass_s=0.011,
     prefill_s=0.0013,
     pair_s=1e-7,
+    admit_s=0.0031,
     request_s=0.0173,
     pass_tokens=64,
 )
@@ -75,7 +76,7 @@ def drawn(seed: int, groups: int = 6, size: int = 4, mean: float = 60) -> Worklo
 def test_equal_lengths_on_one_engine_take_what_the_formula_says(policy: str) -> None:
     roomy = replace(SMALL, kv_tokens=10**9, request_s=0.0)
     run = run_policy(policy, equal(5, 1, prompt=40, length=200), roomy, 1)
-    prefill = roomy.prefill_seconds(5 * 40, 5 * 40 * 20)
+    prefill = roomy.prefill_seconds(5 * 40, 5 * 40 * 20, 5)
     assert run.makespan == pytest.approx(prefill + roomy.steps_s(199, 5, 5 * 41), rel=1e-9)
 
 
@@ -85,17 +86,20 @@ def test_an_equal_group_on_each_of_several_engines_takes_as_long_as_one_on_one()
     run = run_policy("group_round_robin", equal(3, 4, prompt=40, length=100), roomy, 3)
     assert run.makespan == one.makespan
     assert one.makespan == pytest.approx(
-        roomy.request_s + roomy.prefill_seconds(43, 40 * 20 + 3 * 39.5) + roomy.steps_s(99, 4, 4 * 41), rel=1e-9
+        roomy.request_s + roomy.prefill_seconds(43, 40 * 20 + 3 * 39.5, 4) + roomy.steps_s(99, 4, 4 * 41), rel=1e-9
     )
     assert summarize("", run).reprefilled == 3 * 3  # the last token of a cached prompt is always computed
 
 
 def test_a_full_cache_preempts_and_prefills_again() -> None:
-    work = equal(4, 1, prompt=10, length=240)
-    summary = summarize("", run_policy("group_round_robin", work, SMALL, 1))
+    work = equal(60, 1, prompt=10, length=240)
+    model = replace(SMALL, kv_tokens=2500, max_running=64, decode_s=(0.1,) * 65)
+    summary = summarize("", run_policy("group_round_robin", work, model, 1))
     assert summary.preemptions > 0
     assert summary.reprefilled > 0
-    assert summarize("", run_policy("divided", work, SMALL, 1)).preemptions == 0
+    assert summarize("", run_policy("divided", work, model, 1)).preemptions == 0
+    bolder = replace(model, first_share=LEAST_SHARE)
+    assert summarize("", run_policy("group_round_robin", work, bolder, 1)).preemptions > summary.preemptions
 
 
 def test_steps_until_is_the_inverse_of_steps() -> None:
@@ -152,10 +156,11 @@ class Stepwise:
     """An engine that takes one step at a time and counts everything anew at each."""
 
     def __init__(self, model: EngineModel) -> None:
-        self.model, self.clock, self.busy = model, 0.0, False
+        self.model, self.clock, self.busy, self.next_arrival = model, 0.0, False, 0.0
         self.queue: list[int] = []
         self.running: list[int] = []
         self.cache: list[list[int]] = []  # [key, tokens], the least recently used first
+        self.share, self.full = model.first_share, False
 
 
 class StepwiseCluster:
@@ -195,7 +200,7 @@ class StepwiseCluster:
                 continue
             engine.queue.append(job)
             if not engine.busy:
-                engine.busy = True
+                engine.busy, engine.share = True, self.model.first_share
                 self.push(now, number, -1)
         return self.finish
 
@@ -203,7 +208,10 @@ class StepwiseCluster:
         while assignment := self.scheduler.next():
             job = next(index for index, one in enumerate(self.requests) if one is assignment.request)
             self.asked[job], self.begun[job] = assignment.tokens, self.made[job]
-            self.push(now + self.model.request_s, assignment.engine, job)
+            engine = self.engines[assignment.engine]
+            arrival = max(now + self.model.request_s, engine.next_arrival)
+            engine.next_arrival = arrival + self.model.call_s
+            self.push(arrival, assignment.engine, job)
 
     def locked(self, engine: Stepwise) -> int:
         prompts = {self.group[job]: self.requests[job].prompt for job in engine.running}
@@ -222,6 +230,7 @@ class StepwiseCluster:
 
     def leave(self, engine: Stepwise, job: int, keep: bool) -> None:
         engine.running.remove(job)
+        engine.full &= not keep
         if keep:
             self.keep(engine, job, self.made[job])
         if all(self.group[other] != self.group[job] for other in engine.running):
@@ -241,6 +250,8 @@ class StepwiseCluster:
             job = min(engine.running, key=lambda one: (self.made[one] - self.begun[one], -self.order[one]))
             self.leave(engine, job, keep=False)
             engine.queue.append(job)
+            made = sum(self.made[one] - self.begun[one] + SPARE_STEPS for one in engine.running)
+            engine.share = min(made / (sum(self.asked[one] for one in engine.running) + 1), 1.0)
         engine.busy = bool(engine.running)
         if not engine.running:
             return
@@ -251,6 +262,7 @@ class StepwiseCluster:
         step = self.model.decode_s[len(engine.running)] + self.model.cached_s * context
         for job in engine.running:
             self.made[job] += 1
+        engine.share = max(engine.share - SHARE_FALL, LEAST_SHARE)
         self.push(now + step, number, -1)
 
     def stop(self, job: int) -> int:
@@ -260,19 +272,22 @@ class StepwiseCluster:
         return min(self.asked[job] - (self.made[job] - self.begun[job]), CLIP_TOKENS)
 
     def admit(self, engine: Stepwise) -> float:
-        tokens, pairs = 0, 0.0
-        while engine.queue and len(engine.running) < self.model.max_running:
+        tokens, pairs, before, running = 0, 0.0, set(engine.running), len(engine.running)
+        while engine.queue and not engine.full and len(engine.running) < self.model.max_running:
             job, cache = engine.queue[0], dict(engine.cache)
             prompt = self.requests[job].prompt
             shared = any(self.group[other] == self.group[job] for other in engine.running)
             need = self.made[job] + (0 if shared else prompt) + self.left(job)
-            reserve = NEW_TOKEN_RATIO * sum(self.left(other) for other in engine.running)
+            reserve = sum(self.left(one) * (engine.share if one in before else 1) for one in engine.running)
             if engine.running and self.model.kv_tokens - self.locked(engine) - need < reserve:
+                engine.full = True
                 break
             engine.queue.pop(0)
             cached = (prompt if shared else cache.get(~self.group[job], 0)) + cache.get(job, 0)
             missing = max(prompt + self.made[job] - cached, 1)
             held = prompt + self.made[job] - missing
+            if (tokens + missing) // self.model.pass_tokens > tokens // self.model.pass_tokens:
+                before = set(engine.running)
             tokens, pairs = tokens + missing, pairs + missing * (held + missing / 2)
             gone = {job} if shared else {job, ~self.group[job]}
             engine.cache = [entry for entry in engine.cache if entry[0] not in gone]
@@ -281,14 +296,15 @@ class StepwiseCluster:
             self.order[job] = self.admitted
             engine.running.append(job)
             self.evict(engine)
-        return self.model.prefill_seconds(tokens, pairs)
+        return self.model.prefill_seconds(tokens, pairs, len(engine.running) - running)
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "oracle"])
 @pytest.mark.parametrize("seed", range(5))
-def test_jumping_gives_what_single_steps_give(policy: str, seed: int) -> None:
+@pytest.mark.parametrize(("first_share", "call_s"), [(0.7, 0.0), (LEAST_SHARE, 0.0071)])
+def test_jumping_gives_what_single_steps_give(policy: str, seed: int, first_share: float, call_s: float) -> None:
     work = drawn(seed, groups=5)
-    model = replace(SMALL, kv_tokens=400)
+    model = replace(SMALL, kv_tokens=400, first_share=first_share, call_s=call_s)
     slow = StepwiseCluster(work, model, 2, make_scheduler(policy)).run()
     fast = run_policy(policy, work, model, 2).finish
     assert fast == pytest.approx(slow, rel=1e-9)
@@ -373,11 +389,11 @@ def speed_over_published(row: dict[str, str]) -> float:
         batch = int(row["batch"])
         step = model.decode_s[batch] + model.cached_s * batch * (prompt + length / 2)
         # while one response is generated, each of the others stands still for one prefill of another
-        step += (batch - 1) / length * model.prefill_seconds(prompt, prompt**2 / 2)
+        step += (batch - 1) / length * model.prefill_seconds(prompt, prompt**2 / 2, 1)
         return float(row["step_ms"]) / 1e3 / step
     waves = 2 * min(model.kv_tokens // (prompt + length), model.max_running)
     work = Workload((GroupLengths(prompt, (length,)),) * min(waves, 2000), length)
-    run = run_policy("least_loaded", work, model, 1)
+    run = run_policy("least_loaded", work, replace(model, first_share=LEAST_SHARE), 1)  # busy for long
     return work.tokens / run.makespan / float(row["tokens_s"])
 
 

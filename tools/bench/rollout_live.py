@@ -18,14 +18,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import os
 import secrets
 import statistics
 import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.config import Model, Rollout
 from megarl.data import carry_addition, load_tokenizer, prompt_ids
@@ -33,8 +36,9 @@ from megarl.rewards import exact_match
 from megarl.rollout_engine import Dispatcher, Engine, EngineClient
 from megarl.rollout_engine.scheduler import POLICIES
 from megarl.runtime import Guard, node_address
+from megarl.types import Completion
 
-BASELINE, ENGINES, GROUP_SIZE, MAX_DIGITS, MAX_NEW_TOKENS = "group_round_robin", 2, 8, 24, 512
+BASELINE, ENGINES, GROUP_SIZE, MAX_DIGITS = "group_round_robin", 2, 8, 24
 LIVE = ("group_round_robin", "least_loaded", "divided", "context")
 PATTERN = r"<answer>(.*?)</answer>"
 
@@ -57,12 +61,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="prompts of a round, of 8 samples each (default 64, quick 24)")
     parser.add_argument("--rounds", type=int, help="counted rounds (default 3, quick 1)")
     parser.add_argument("--cache", type=int, default=4096, help="tokens that an engine's cache holds (default 4096)")
+    parser.add_argument("--max-new-tokens", type=int, default=512, help="of a response (default 512)")
     arguments = parser.parse_args()
     quick = arguments.quick
     prompts, rounds = arguments.prompts or (24 if quick else 64), arguments.rounds or (1 if quick else 3)
     policies = (BASELINE, "context") if quick else LIVE
-    rows = asyncio.run(measure(arguments.model, policies, prompts, rounds, arguments.cache))
-    print(f"{prompts} prompts x {GROUP_SIZE}, {ENGINES} engines, caches of {arguments.cache} tokens, {rounds} rounds")
+    with running(arguments.model, arguments.cache, arguments.max_new_tokens) as fleet:
+        rows = asyncio.run(measure(fleet, policies, prompts, rounds))
+    print(
+        f"{prompts} prompts x {GROUP_SIZE} responses of at most {arguments.max_new_tokens} tokens, {ENGINES} engines"
+        f" with caches of {arguments.cache}, {rounds} rounds; load average {os.getloadavg()[0]:.1f}"
+    )
     print(f"{'':18}" + "".join(f"{name:>12}" for name in (*Measured._fields, "speed")))
     base = rows[BASELINE].tokens_per_s
     for policy, row in rows.items():
@@ -75,82 +84,104 @@ def main() -> None:
     )
 
 
-async def measure(model: Path, policies: tuple[str, ...], prompts: int, rounds: int, cache: int) -> dict[str, Measured]:
+async def measure(fleet: Fleet, policies: tuple[str, ...], prompts: int, rounds: int) -> dict[str, Measured]:
     """Medians by policy."""
-    guard, key = Guard(0), secrets.token_hex(16)
     found: dict[str, list[Measured]] = {policy: [] for policy in policies}
-    with tempfile.TemporaryDirectory() as logs:
-        try:
-            engines = [start(model, number, cache, key, Path(logs), guard) for number in range(ENGINES)]
-            for engine in engines:
-                engine.wait_healthy()
-            for number in range(rounds + 1):
-                problems = carry_addition.problems(number, prompts, MAX_DIGITS)
-                for policy in policies:
-                    row = await phase(engines, key, model, policy, problems)
-                    if number:
-                        found[policy].append(row)
-        finally:
-            guard.stop_children()
+    for number in range(rounds + 1):
+        problems = carry_addition.problems(number, prompts, MAX_DIGITS)
+        for policy in policies:
+            row = measured(fleet, problems, await phase(fleet, policy, problems))
+            if number:
+                found[policy].append(row)
     return {policy: Measured(*map(statistics.median, zip(*rows, strict=True))) for policy, rows in found.items()}
 
 
-def start(model: Path, number: int, cache: int, key: str, logs: Path, guard: Guard) -> Engine:
-    rollout = Rollout(max_new_tokens=MAX_NEW_TOKENS, server_args={"max_total_tokens": cache})
-    return Engine(
-        Model(path=model),
-        rollout,
-        name=f"engine {number}",
-        host=node_address([""]),
-        key=key,
-        device="cpu",
-        seed=number,
-        log=logs / f"{number}.log",
-        guard=guard,
-        answer_timeout_s=60.0,
-    )
+class Fleet(NamedTuple):
+    """Engines that answer, and what they are asked for."""
+
+    engines: list[Engine]
+    key: str
+    tokenizer: Any
+    max_new_tokens: int
 
 
-async def phase(
-    engines: list[Engine], key: str, model: Path, policy: str, problems: list[carry_addition.Problem]
-) -> Measured:
+@contextlib.contextmanager
+def running(model: Path, cache: int, max_new_tokens: int) -> Iterator[Fleet]:
+    guard, key = Guard(0), secrets.token_hex(16)
+    rollout = Rollout(max_new_tokens=max_new_tokens, server_args={"max_total_tokens": cache})
+    with tempfile.TemporaryDirectory() as logs:
+        try:
+            engines = [
+                Engine(
+                    Model(path=model),
+                    rollout,
+                    name=f"engine {number}",
+                    host=node_address([""]),
+                    key=key,
+                    device="cpu",
+                    seed=number,
+                    log=Path(logs) / f"{number}.log",
+                    guard=guard,
+                    answer_timeout_s=60.0,
+                )
+                for number in range(ENGINES)
+            ]
+            for engine in engines:
+                engine.wait_healthy()
+            yield Fleet(engines, key, load_tokenizer(model), max_new_tokens)
+        finally:
+            guard.stop_children()
+
+
+class Phase(NamedTuple):
+    """A rollout: until all responses were there, what the dispatcher logs of it, and each prompt's responses."""
+
+    seconds: float
+    metrics: dict[str, float]
+    groups: list[list[Completion]]
+
+
+async def phase(fleet: Fleet, policy: str, problems: list[carry_addition.Problem]) -> Phase:
     """All prompts at once, on engines whose caches are empty."""
-    tokenizer = load_tokenizer(model)
-    for engine in engines:
-        await asyncio.to_thread(flush_cache, engine, key)
+    for engine in fleet.engines:
+        await asyncio.to_thread(flush_cache, engine, fleet.key)
     dispatcher = Dispatcher(POLICIES[policy](), stall_s=60.0, needed_tokens=0)
-    clients = {number: EngineClient(engine.address, key) for number, engine in enumerate(engines)}
+    clients = {number: EngineClient(engine.address, fleet.key) for number, engine in enumerate(fleet.engines)}
     await dispatcher.serve(clients)
+    prompts = [prompt_ids(fleet.tokenizer, problem.prompt) for problem in problems]
     started = time.monotonic()
-    completions = await asyncio.gather(
+    groups = await asyncio.gather(
         *(
             dispatcher.respond(
-                prompt_ids(tokenizer, problem.prompt),
+                prompt,
                 samples=GROUP_SIZE,
                 temperature=1.0,
-                max_new_tokens=MAX_NEW_TOKENS,
-                stop_token=tokenizer.eos_token_id,
+                max_new_tokens=fleet.max_new_tokens,
+                stop_token=fleet.tokenizer.eos_token_id,
             )
-            for problem in problems
+            for prompt in prompts
         )
     )
     seconds = time.monotonic() - started
-    metrics = dispatcher.metrics()
     await dispatcher.close()
     for client in clients.values():
         await client.__aexit__()
-    lengths = [len(one.output_ids) for group in completions for one in group]
+    return Phase(seconds, dispatcher.metrics(), groups)
+
+
+def measured(fleet: Fleet, problems: list[carry_addition.Problem], ended: Phase) -> Measured:
+    lengths = [len(one.output_ids) for group in ended.groups for one in group]
     rewards = [
-        exact_match(tokenizer.decode(one.output_ids, skip_special_tokens=True), problem.answer, PATTERN)
-        for problem, group in zip(problems, completions, strict=True)
+        exact_match(fleet.tokenizer.decode(one.output_ids, skip_special_tokens=True), problem.answer, PATTERN)
+        for problem, group in zip(problems, ended.groups, strict=True)
         for one in group
     ]
     return Measured(
-        seconds,
-        metrics["rollout/tail_s"],
-        sum(lengths) / seconds,
-        metrics["rollout/preemptions"],
-        metrics["rollout/cached_fraction"],
+        ended.seconds,
+        ended.metrics["rollout/tail_s"],
+        sum(lengths) / ended.seconds,
+        ended.metrics["rollout/preemptions"],
+        ended.metrics["rollout/cached_fraction"],
         statistics.fmean(rewards),
         statistics.fmean(lengths),
         float(max(lengths)),
