@@ -15,8 +15,8 @@ from pathlib import Path
 
 from megarl.config import RecipeError, dump_recipe, load_recipe
 from megarl.data import DataError
-from megarl.runtime import Guard, rank_info
 from megarl.rollout_engine import EngineError
+from megarl.runtime import Guard, rank_info
 from megarl.trainer import describe_models, describe_ranks, preflight, run_rank
 
 _BAD_INPUT = 2

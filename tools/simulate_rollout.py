@@ -44,7 +44,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megarl.rollout_engine.scheduler import POLICIES
+from megarl.rollout_engine.scheduler import POLICIES, Divided
 from megarl.simulator import (
     GPUS,
     MODELS,
@@ -158,6 +158,12 @@ def main() -> None:
     given = arguments()
     try:
         work, (model, count) = workload(given), engines(given)
+        if given.enough is not None and given.enough > len(work.groups):
+            raise ValueError(f"--enough: {given.enough} groups, and there are {len(work.groups)}; use that or fewer")
+        if given.lengths is None and given.cap is not None:
+            raise ValueError("--cap: a preset has its own; it goes with --lengths")
+        if given.engine_file is not None and (given.model is not None or given.gpus is not None):
+            raise ValueError("--engine-file: this is the whole engine; leave --model and --gpus out")
         print(
             f"{len(work.groups):,} groups, {work.requests:,} requests, {work.tokens:,} tokens (mean "
             f"{work.tokens / work.requests:,.0f}, cap {work.cap:,}); {count} engines: {model.name}, cache of "

@@ -124,8 +124,8 @@ class Fleet:
             number, error = next(iter(failed.items()))
             log = self._job.run.logs / f"engine_{number}.log"
             raise EngineError(
-                f"engine {number} failed, and {self._restarts} times in this step engines were started anew, as often as"
-                f" rollout.restarts allows: {error}; see {log}"
+                f"engine {number} failed, and engines were started anew {self._restarts} times in this step, as often"
+                f" as rollout.restarts allows: {error}; see {log}"
             )
         for number, error in failed.items():
             LOGGER.warning("engine %d is started anew: %s", number, error)
