@@ -4,8 +4,8 @@
     python tools/bench/rollout_live.py --quick     within a minute on 2 quiet cores
 
 Two SGLang engines on the CPU answer sums of 1 to 24 digits, whose worked solutions have a long tail; the model is the
-quickstart's after fine-tuning. All policies get the same prompts and take turns in each round; the first round is not
-counted, and of the others the medians are printed.
+quickstart's after fine-tuning. All policies get the same prompts and take turns in each round; a first, short one is
+not counted, and of the others the medians are printed. One round says little: a single long response can end it late.
 
 Columns:
   seconds      until all responses are there;  tail: of them, after nine in ten were
@@ -40,6 +40,7 @@ from megarl.types import Completion
 
 BASELINE, ENGINES, GROUP_SIZE, MAX_DIGITS = "group_round_robin", 2, 8, 24
 LIVE = ("group_round_robin", "least_loaded", "divided", "context")
+WARM_UP = 4  # prompts of the round that is not counted
 PATTERN = r"<answer>(.*?)</answer>"
 
 
@@ -60,8 +61,8 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/carry_addition_sft/hf"), help="a Hugging Face model")
     parser.add_argument("--prompts", type=int, help="prompts of a round, of 8 samples each (default 64, quick 24)")
     parser.add_argument("--rounds", type=int, help="counted rounds (default 3, quick 1)")
-    parser.add_argument("--cache", type=int, default=4096, help="tokens that an engine's cache holds (default 4096)")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="of a response (default 512)")
+    parser.add_argument("--cache", type=int, default=3072, help="tokens that an engine's cache holds (default 3072)")
+    parser.add_argument("--max-new-tokens", type=int, default=1024, help="of a response (default 1024)")
     arguments = parser.parse_args()
     quick = arguments.quick
     prompts, rounds = arguments.prompts or (24 if quick else 64), arguments.rounds or (1 if quick else 3)
@@ -72,10 +73,10 @@ def main() -> None:
         f"{prompts} prompts x {GROUP_SIZE} responses of at most {arguments.max_new_tokens} tokens, {ENGINES} engines"
         f" with caches of {arguments.cache}, {rounds} rounds; load average {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'':18}" + "".join(f"{name:>12}" for name in (*Measured._fields, "speed")))
+    print(f"{'':18}" + "".join(f"{name:>13}" for name in (*Measured._fields, "speed")))
     base = rows[BASELINE].tokens_per_s
     for policy, row in rows.items():
-        print(f"{policy:18}" + "".join(f"{value:12.2f}" for value in (*row, row.tokens_per_s / base)))
+        print(f"{policy:18}" + "".join(f"{value:13.2f}" for value in (*row, row.tokens_per_s / base)))
     context, baseline = rows["context"], rows[BASELINE]
     print(
         f"context_over_round_robin={context.tokens_per_s / base:.3f} tail_over={context.tail / baseline.tail:.3f}"
@@ -88,7 +89,7 @@ async def measure(fleet: Fleet, policies: tuple[str, ...], prompts: int, rounds:
     """Medians by policy."""
     found: dict[str, list[Measured]] = {policy: [] for policy in policies}
     for number in range(rounds + 1):
-        problems = carry_addition.problems(number, prompts, MAX_DIGITS)
+        problems = carry_addition.problems(number, prompts if number else WARM_UP, MAX_DIGITS)
         for policy in policies:
             row = measured(fleet, problems, await phase(fleet, policy, problems))
             if number:
