@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megarl.config import RecipeError, dump_recipe, load_recipe
 from megarl.data import DataError
-from megarl.rollout_engine import EngineError
+from megarl.rollout_engine import CoordinatorError, EngineError
 from megarl.runtime import Guard, rank_info
 from megarl.trainer import describe_models, describe_ranks, preflight, run_rank
 
@@ -87,7 +87,10 @@ def main() -> None:
         run_rank(args.recipe, args.overrides, guard, resume=args.resume)
     except (RecipeError, DataError) as error:
         guard.die(str(error), code=_BAD_INPUT)
-    except (FloatingPointError, EngineError) as error:
+    except FloatingPointError as error:
+        guard.die(str(error))
+    except (EngineError, CoordinatorError) as error:
+        time.sleep(_CHILD_FIRST_S)
         guard.die(str(error))
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         cause = traceback.format_exc()

@@ -136,7 +136,7 @@ class Publisher:
             if slots is not self._kept:
                 for slot in slots:
                     slot.close()
-        self._all_hold_the_last = not outcome.failed
+        self._all_hold_the_last = not outcome.failed and numbers == self._everyone
         return outcome
 
     def _slots(self, exchange: Exchange, numbers: Sequence[int]) -> list[Slot]:

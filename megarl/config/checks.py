@@ -180,6 +180,11 @@ def _groups(recipe: RlRecipe) -> list[str]:
             problems.append(
                 f"batch.sampling.ask: {sampling.ask} is less than batch.prompts ({batch.prompts}); use at least that"
             )
+    if recipe.rollout.chunk_tokens is not None and recipe.rollout.policy not in ("context", "divided"):
+        problems.append(
+            f"rollout.chunk_tokens: {recipe.rollout.policy} has whole responses generated; leave it out, or use context"
+            " or divided"
+        )
     if isinstance(sampling, FirstGroups) and not batch.prompts < sampling.ask <= 2 * batch.prompts:
         problems.append(
             f"batch.sampling.ask: {sampling.ask} prompts under way, of which a step takes batch.prompts"

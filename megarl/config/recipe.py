@@ -197,7 +197,7 @@ class Rollout(Serving):
     chunk_tokens: PositiveInt | None = None
     """Most new tokens of a response at a time (context, divided); none: 0.8 x the root of the tokens in a cache."""
     stall_s: Seconds = 120.0
-    """An engine that owes answers and makes no progress for so many seconds is taken for dead."""
+    """Seconds without progress after which an engine that owes answers is replaced; at most runtime.deadline_s / 2."""
     restarts: NonNegativeInt = 3
     """How often, in one step, engines that fail may be started anew; then the job ends."""
 

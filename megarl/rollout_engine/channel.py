@@ -13,9 +13,13 @@ HEADER = struct.Struct("!Q")
 
 
 class Serve(msgspec.Struct, tag=True):
-    """Ask these engines, by number, from now on; all hold the same version of the weights. No reply."""
+    """Ask these engines, by number, from now on; all hold the same version of the weights. No reply.
+
+    `published` says that it is a new version, with which goes on what was held.
+    """
 
     engines: dict[int, EngineAddress]
+    published: bool
 
 
 class Generate(msgspec.Struct, tag=True):

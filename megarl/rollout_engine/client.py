@@ -126,8 +126,12 @@ class EngineClient(_Client):
         """
         sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "stop_token_ids": [stop_token]}
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        payload = await self._post("/generate", body, f"for {max_new_tokens} tokens after {len(input_ids)}")
-        answer = _decode_answer(payload)
+        what = f"for {max_new_tokens} tokens after {len(input_ids)}"
+        payload = await self._post("/generate", body, what)
+        try:
+            answer = _decode_answer(payload)
+        except msgspec.DecodeError as error:
+            raise EngineError(f"{self.name} was asked {what} and answered otherwise ({error}); see its log") from error
         info, reason = answer.meta_info, answer.meta_info.finish_reason.type
         if reason not in ("stop", "length"):
             raise EngineError(f"{self.name} ended a request by {info.finish_reason}")
@@ -143,13 +147,24 @@ class EngineClient(_Client):
         )
 
     async def load(self, *, timeout_s: float) -> Load:
-        """Raises EngineLost: no answer in time."""
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        """Raises EngineLost: no answer in time, or none that makes sense."""
+        payload = await self._get("/v1/loads?include=core", timeout_s)
         try:
-            async with self._session.get("/v1/loads", params={"include": "core"}, timeout=timeout) as response:
-                return _decode_loads(await response.read()).loads[0]
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise EngineLost(f"{self.name} was asked for its load and did not answer: {error!r}") from error
+            return _decode_loads(payload).loads[0]
+        except (msgspec.DecodeError, IndexError) as error:
+            raise EngineLost(f"{self.name} was asked for its load and answered {payload[:500]!r}") from error
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Have its scheduler look at a request. Raises EngineLost: it did not, in time."""
+        await self._get("/health", timeout_s)
+
+    async def _get(self, path: str, timeout_s: float) -> bytes:
+        try:
+            async with self._session.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
+                response.raise_for_status()
+                return await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise EngineLost(f"{self.name} was asked for {path} and did not answer: {error!r}") from error
 
     async def pause(self) -> None:
         """Requests wait, until new weights come; their caches may be lost. Raises EngineLost."""

@@ -65,7 +65,8 @@ class Coordinator:
         self._connect, self._failed_requests = connect, failed_requests
         self._deadline_s = recipe.runtime.deadline_s * ENGINE_SHARE
         longest = max(self._train.longest, self._test.longest) + rollout.max_new_tokens
-        self.dispatcher = Dispatcher(make_scheduler(recipe), stall_s=rollout.stall_s, needed_tokens=longest)
+        stall_s = min(rollout.stall_s, recipe.runtime.deadline_s / 2)
+        self.dispatcher = Dispatcher(make_scheduler(recipe), stall_s=stall_s, needed_tokens=longest)
         self._generation: asyncio.Task[tuple[list[Group], int]] | None = None
         self._under_way: dict[asyncio.Task[Group], WeightVersion] = {}
         self._work: asyncio.Task[channel.Reply] | None = None
@@ -83,9 +84,9 @@ class Coordinator:
                 return
             request = channel.decode_request(await reader.readexactly(channel.HEADER.unpack(header)[0]))
             match request:
-                case channel.Serve(engines=engines):
+                case channel.Serve(engines=engines, published=published):
                     clients = {number: await self._connect(address) for number, address in engines.items()}
-                    await self.dispatcher.serve(clients)
+                    await self.dispatcher.serve(clients, resume=published)
                 case channel.Generate(version=version):
                     self.generate(version)
                 case channel.Take(step=step, wait_s=wait_s):
@@ -118,7 +119,6 @@ class Coordinator:
 
     def generate(self, version: WeightVersion) -> None:
         """The engines hold `version`; begin what the step trains on."""
-        self.dispatcher.tally = Tally()
         self._generation = asyncio.create_task(self._generate(version))
 
     async def take(self, step: int) -> channel.Taken:
@@ -133,6 +133,7 @@ class Coordinator:
             lengths = [len(trajectory.output_ids) for trajectory in trajectories]
             metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
             metrics |= staleness_metrics(trajectories, step)
+        self.dispatcher.tally = Tally()
         for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
             group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
             await self._queue.put(group)
@@ -228,7 +229,11 @@ class Coordinator:
 
     async def _evaluate(self) -> channel.Evaluation:
         async def answer(prompt: Prompt, temperature: float) -> tuple[Trajectory, float]:
-            completions = await self._sample(prompt, samples=1, temperature=temperature)
+            try:
+                completions = await self._sample(prompt, samples=1, temperature=temperature)
+            except PoisonedError as error:
+                await asyncio.to_thread(self._save_failed, prompt, error)
+                return Trajectory([], [], [], "length", "", {}), 0.0
             (trajectory,) = await self._score(prompt, completions, rules_alone=True)
             return trajectory, self._judged(prompt, trajectory)
 

@@ -7,6 +7,7 @@ again elsewhere, after the last that was finished.
 from __future__ import annotations
 
 import asyncio
+import functools
 import statistics
 import time
 from collections import defaultdict
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 from megarl.rollout_engine.channel import Lost
 from megarl.rollout_engine.client import Chunk, EngineClient, EngineLost, Load
-from megarl.rollout_engine.engine import EngineError
+from megarl.rollout_engine.engine import EngineAddress, EngineError
 from megarl.rollout_engine.scheduler import Context, Request, Scheduler
 from megarl.types import Completion, VersionSpan
 
@@ -115,24 +116,37 @@ class Dispatcher:
         self._clients: dict[int, EngineClient] = {}
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._chunks: dict[asyncio.Task[None], int] = {}  # and their engines
+        self._proofs: set[asyncio.Task[None]] = set()
         self._open: set[Response] = set()
+        self._given_up: set[EngineAddress] = set()
         self._held = self._pumping = False
 
-    async def serve(self, clients: Mapping[int, EngineClient]) -> None:
-        """These engines, by number, hold one version of the weights and can be asked from now on."""
-        for number in self._clients.keys() - clients.keys():
-            self.scheduler.leave(number)
-            self._forget(number)
-        new = [number for number, client in clients.items() if self._clients.get(number) is not client]
-        await asyncio.gather(*(self._join(number, clients[number]) for number in new))
-        self._held = False
+    async def serve(self, clients: Mapping[int, EngineClient], *, resume: bool = True) -> None:
+        """These engines, by number, hold one version of the weights and can be asked from now on.
+
+        `resume` ends a `hold`. One that was given up is not taken back.
+        """
+        for number, client in list(self._clients.items()):
+            if clients.get(number) is not client:
+                self.scheduler.lost(number, blame=False)
+                self._forget(number)
+        new = [(n, one) for n, one in clients.items() if n not in self._clients and one.address not in self._given_up]
+        await asyncio.gather(*(self._join(number, client) for number, client in new))
+        self._held = self._held and not resume
         self._pump()
 
     async def hold(self) -> None:
-        """Nothing is generated until the next `serve`; what is under way goes on then."""
+        """Nothing is generated until a `serve` that resumes; what is under way goes on then."""
         self._held = True
-        running = [self._clients[number] for number, engine in self.scheduler.engines.items() if engine.running]
-        await asyncio.gather(*(client.pause() for client in running), return_exceptions=True)  # the watch sees the lost
+
+        async def pause(number: int, client: EngineClient) -> None:
+            try:
+                await asyncio.wait_for(client.pause(), self._stall_s)
+            except (EngineLost, TimeoutError) as error:
+                self.lose(number, client, f"{client.name} could not be paused: {error!r}")
+
+        running = [number for number, engine in self.scheduler.engines.items() if engine.running]
+        await asyncio.gather(*(pause(number, self._clients[number]) for number in running))
 
     async def respond(
         self,
@@ -172,7 +186,9 @@ class Dispatcher:
 
     def lengths(self) -> list[int]:
         """Tokens of all responses since the last step, and so far of those under way."""
-        return [length for _, length in self.tally.finished] + [len(one.so_far.output_ids) for one in self._open]
+        return [length for _, length in self.tally.finished] + [
+            len(one.so_far.output_ids) for one in self._open if not one.done.done()
+        ]
 
     def take_lost(self) -> list[Lost]:
         """Engines that were given up since the last call."""
@@ -186,7 +202,7 @@ class Dispatcher:
         return [f"{client.name} ({client.owed} requests)" for client in self._clients.values() if client.owed]
 
     async def close(self) -> None:
-        tasks = [*self._watches.values(), *self._chunks]
+        tasks = [*self._watches.values(), *self._chunks, *self._proofs]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -204,7 +220,13 @@ class Dispatcher:
             assert isinstance(response, Response)
             task = asyncio.ensure_future(self._run(response, assignment.engine, assignment.tokens))
             self._chunks[task] = assignment.engine
-            task.add_done_callback(self._chunks.pop)
+            task.add_done_callback(functools.partial(self._ended, response))
+
+    def _ended(self, response: Response, task: asyncio.Task[None]) -> None:
+        del self._chunks[task]
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not response.done.done():
+            response.done.set_exception(error)
 
     async def _run(self, response: Response, number: int, tokens: int) -> None:
         client = self._clients[number]
@@ -221,6 +243,7 @@ class Dispatcher:
                 self.scheduler.finished(response, 0, done=True)
             if not response.done.done():
                 response.done.set_exception(error)
+            self._pump()
             return
         if self._clients.get(number) is not client:
             return  # it was given up, and the chunk runs elsewhere
@@ -256,12 +279,12 @@ class Dispatcher:
     async def _watch(self, number: int, client: EngineClient) -> None:
         """Give the engine up when it owes answers and nothing that it says of itself changes any more."""
         period = self._stall_s / _LOOKS_PER_STALL
-        seen: tuple[Load, int] | None = None
+        seen: Load | None = None
         since = time.monotonic()
         while True:
             await asyncio.sleep(period)
             try:
-                looks: tuple[Load, int] | None = await client.load(timeout_s=period), client.owed
+                looks: Load | None = await client.load(timeout_s=period)
             except EngineLost:
                 looks = seen
             now = time.monotonic()
@@ -288,7 +311,22 @@ class Dispatcher:
             if not request.done.done():
                 request.done.set_exception(PoisonedError(text, tokens))
         self._report(number, client, cause)
+        for other, one in self._clients.items():
+            task = asyncio.ensure_future(self._prove(other, one))
+            self._proofs.add(task)
+            task.add_done_callback(self._proofs.discard)
         self._pump()
+
+    async def _prove(self, number: int, client: EngineClient) -> None:
+        """Engines often die together: only one that still answers may try what another one died of."""
+        try:
+            await client.check_health(timeout_s=self._stall_s)
+        except EngineLost as error:
+            self.lose(number, client, str(error))
+            return
+        if self._clients.get(number) is client:
+            self.scheduler.alive(number)
+            self._pump()
 
     def _forget(self, number: int) -> None:
         del self._clients[number]
@@ -298,5 +336,6 @@ class Dispatcher:
                 task.cancel()
 
     def _report(self, number: int, client: EngineClient, cause: str) -> None:
+        self._given_up.add(client.address)
         self._lost.append(Lost(number, client.address, cause))
         self.something_lost.set()

@@ -58,9 +58,9 @@ class CoordinatorHandle:
             )
         guard.watch(self.child)
 
-    def serve(self, engines: dict[int, EngineAddress]) -> None:
-        """Requests go to these engines, by number, from now on."""
-        self._send(channel.Serve(engines))
+    def serve(self, engines: dict[int, EngineAddress], *, published: bool) -> None:
+        """Requests go to these engines, by number, from now on; `published`: with a new version of the weights."""
+        self._send(channel.Serve(engines, published))
 
     def generate(self, version: int) -> None:
         """The engines hold `version`: its rollouts may start."""

@@ -98,6 +98,8 @@ class Fleet:
         return self.serving != before
 
     def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
+        if not wanted:
+            return {}  # all are starting
         directory = None
         if isinstance(self._recipe.publish, DiskPublish):
             directory = self._job.run.path / f"version_{version}"

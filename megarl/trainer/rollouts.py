@@ -52,7 +52,7 @@ class Rollouts:
         """From now on the engines answer with the model's present weights; returns what is logged."""
         self._model, self._version = model, version
         moved = self._fleet.publish(model, version)
-        self._serve()
+        self._serve(published=True)
         return moved
 
     def take(self, step: int) -> tuple[list[Group], dict[str, Any]]:
@@ -90,8 +90,8 @@ class Rollouts:
             if not isinstance(reply, Waiting):
                 return reply
             if self._fleet.tend(self._model, self._version, reply.lost):
-                self._serve()
+                self._serve(published=False)
 
-    def _serve(self) -> None:
+    def _serve(self, *, published: bool) -> None:
         if self._coordinator is not None:
-            self._coordinator.serve(self._fleet.serving)
+            self._coordinator.serve(self._fleet.serving, published=published)

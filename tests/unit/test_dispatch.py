@@ -59,9 +59,16 @@ class Engine:
     async def load(self, *, timeout_s: float) -> Load:
         if self.dead:
             raise EngineLost(f"{self.name} does not listen")
-        return Load(*self.room, self.tokens, self.owed, 0, 0, None)
+        return Load(*self.room, self.tokens, 0, 0, 0, None)
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        await self.load(timeout_s=timeout_s)
+        if self.asked > self.hangs_after:
+            raise EngineLost(f"{self.name} hangs")
 
     async def pause(self) -> None:
+        if self.asked > self.hangs_after:
+            await asyncio.Event().wait()
         self.paused = True
 
 
@@ -263,6 +270,116 @@ def test_an_engine_must_hold_the_longest_response() -> None:
         dispatcher = make(needed_tokens=1000)
         with pytest.raises(EngineError, match=r"engine 0 has room for 999 tokens .* have 1000: lower rollout\.max_new"):
             await dispatcher.serve(clients(Engine(0, kv_tokens=999)))
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", ["dies", "hangs"])
+def test_engines_that_fail_together_poison_nothing(fault: str) -> None:
+    """What one of them ran is not tried on another that has not shown since that it lives."""
+
+    async def run() -> None:
+        dispatcher, engines = make(), [Engine(0), Engine(1)]
+        for engine in engines:
+            setattr(engine, f"{fault}_after", 10)
+        await dispatcher.serve(clients(*engines))
+        tasks = [asyncio.create_task(respond(dispatcher, 1000 * i, 20, samples=4)) for i in range(1, 9)]
+        lost: list[int] = []
+        while len(lost) < 2:
+            await dispatcher.something_lost.wait()
+            lost += [one.number for one in dispatcher.take_lost()]
+        assert sorted(lost) == [0, 1]
+        await dispatcher.serve(clients(Engine(2), Engine(3)))
+        for i, group in enumerate(await asyncio.gather(*tasks), start=1):
+            assert [one.output_ids for one in group] == [list(range(1000 * i, 1000 * i + 21))] * 4
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_cannot_be_paused_is_given_up() -> None:
+    async def run() -> None:
+        dispatcher, engine = make(), Engine(0)
+        engine.hangs_after = 2
+        await dispatcher.serve(clients(engine))
+        task = asyncio.create_task(respond(dispatcher, 5, 20, samples=8))
+        await until(lambda: engine.asked > 2)
+        await asyncio.wait_for(dispatcher.hold(), 3 * STALL_S)
+        assert [lost.cause for lost in dispatcher.take_lost()] == ["engine 0 could not be paused: TimeoutError()"]
+        await dispatcher.serve(clients(Engine(1)))
+        assert [one.output_ids for one in await task] == [list(range(5, 26))] * 8
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_one_that_was_given_up_is_not_taken_back() -> None:
+    async def run() -> None:
+        dispatcher, engines = make(), [Engine(0), Engine(1)]
+        engines[0].dies_after = 0
+        await dispatcher.serve(clients(*engines))
+        task = asyncio.create_task(respond(dispatcher, 5, 20, samples=8))
+        await dispatcher.something_lost.wait()
+        engines[0].dead, engines[0].dies_after, asked = False, 1 << 60, engines[0].asked
+        await dispatcher.serve(clients(*engines))
+        assert [one.output_ids for one in await task] == [list(range(5, 26))] * 8
+        assert engines[0].asked == asked
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_what_runs_on_an_engine_that_is_not_served_any_more_goes_on_elsewhere() -> None:
+    """Nobody is suspected of it. A hold is ended by new weights only."""
+
+    async def run() -> None:
+        dispatcher, engines = make(), [Engine(0), Engine(1)]
+        engines[0].hangs_after = 2
+        await dispatcher.serve(clients(*engines))
+        task = asyncio.create_task(respond(dispatcher, 5, 20, samples=8))
+        await until(lambda: engines[0].asked > 2)
+        dispatcher._held = True
+        await dispatcher.serve({1: engines[1], 2: Engine(2)}, resume=False)  # type: ignore[dict-item]
+        await asyncio.sleep(0.05)
+        assert not task.done()
+        await dispatcher.serve({1: engines[1], 2: dispatcher._clients[2]}, resume=True)  # type: ignore[dict-item]
+        responses = await task
+        assert [one.output_ids for one in responses] == [list(range(5, 26))] * 8
+        assert dispatcher.tally.lost == 0
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_hangs_while_new_requests_come_is_given_up() -> None:
+    async def run() -> None:
+        dispatcher, engine = make("least_loaded"), Engine(0)
+        engine.hangs_after = 0
+        await dispatcher.serve(clients(engine))
+        tasks = []
+        while not dispatcher.something_lost.is_set():
+            tasks.append(asyncio.create_task(respond(dispatcher, 5, 5)))
+            await asyncio.sleep(STALL_S / 10)
+            assert len(tasks) < 50
+        await dispatcher.serve(clients(Engine(1)))
+        assert all(one.output_ids == [5, 6, 7, 8, 9, 10] for (one,) in await asyncio.gather(*tasks))
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_makes_no_sense_is_not_waited_for() -> None:
+    async def run() -> None:
+        dispatcher, engine = make(), Engine(0)
+
+        async def nonsense(*_: Any, **__: Any) -> Any:
+            raise ValueError("nonsense")
+
+        engine.generate = nonsense  # type: ignore[method-assign]
+        await dispatcher.serve(clients(engine))
+        with pytest.raises(ValueError, match="nonsense"):
+            await respond(dispatcher, 5, 5)
         await dispatcher.close()
 
     asyncio.run(run())

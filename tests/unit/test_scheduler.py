@@ -74,6 +74,8 @@ class Fleet:
 
     def lose(self, number: int) -> None:
         self.poisoned += self.scheduler.lost(number)
+        for other in self.scheduler.engines:
+            self.scheduler.alive(other)
         self.running = [one for one in self.running if one.engine != number]
 
     def drain(self) -> None:
@@ -295,3 +297,36 @@ def test_what_is_expected_to_be_long_starts_first() -> None:
     assert first_of_each(POLICIES["context"], [3, 3, 3], expected=[5, 90, 40]) == [1, 2, 0]
     assert first_of_each(POLICIES["context"], [3, 3, 3], expected=[5, 90, None]) == [2, 1, 0], "a probe is first"
     assert first_of_each(POLICIES["divided"], [3, 9, 6], expected=[None] * 3) == [0, 1, 2]
+
+
+def test_a_suspect_is_tried_where_an_engine_is_known_to_live() -> None:
+    """Else it would be blamed for two engines that died together."""
+    scheduler = POLICIES["context"]()
+    for number in range(3):
+        scheduler.join(number, kv_tokens=KV, max_running=MAX_RUNNING)
+    scheduler.add([Request(PROMPT, LIMIT, 100)])
+    assignment = scheduler.next()
+    assert assignment is not None
+    first = assignment.engine
+    others = [number for number in range(3) if number != first]
+    assert scheduler.lost(first) == []
+    assert scheduler.next() is None
+    assert scheduler.lost(others[0]) == []
+    scheduler.alive(others[1])
+    assignment = scheduler.next()
+    assert assignment is not None
+    assert (assignment.engine, assignment.tokens) == (others[1], TRIAL_TOKENS[0])
+    assert scheduler.lost(others[1]) == [assignment.request]
+
+
+def test_groups_take_turns_on_engines_that_were_replaced() -> None:
+    scheduler = POLICIES["group_round_robin"]()
+    for number in range(2):
+        scheduler.join(number, kv_tokens=KV, max_running=100)
+    for _ in range(3):
+        scheduler.lost(1)
+        scheduler.join(1, kv_tokens=KV, max_running=100)
+    for _ in range(20):
+        scheduler.add([Request(PROMPT, LIMIT, 10)])
+    engines = [assignment.engine for assignment in iter(scheduler.next, None)]
+    assert engines.count(0) == engines.count(1) == 10

@@ -69,6 +69,7 @@ class Engine:
     running: dict[int, Request] = field(default_factory=dict, repr=False)
     prompts: dict[Group, int] = field(default_factory=dict, repr=False)  # how many samples run of each
     suspects: int = 0
+    alive_after: int = 0  # losses of engines after which it has shown that it lives
     listed: int = -1  # the load of its one valid entry in the heap of loads, which is never above its load
 
     def room(self, request: Request) -> int:
@@ -100,6 +101,7 @@ class Scheduler(ABC):
         self._groups_added = self._groups_done = 0
         self._unfinished: deque[Group] = deque()  # in the order of their arrival, the first unfinished one in front
         self._suspects: deque[Request] = deque()
+        self._losses = 0
         self._by_load: list[tuple[int, int]] = []  # a heap of (load, engine), see `Engine.listed`
 
     def next(self) -> Assignment | None:
@@ -121,33 +123,33 @@ class Scheduler(ABC):
     def join(self, number: int, *, kv_tokens: int, max_running: int) -> None:
         """An engine can be used from now on."""
         assert number not in self.engines, f"engine {number} is there already"
-        self.engines[number] = Engine(number, kv_tokens, max_running)
+        self.engines[number] = Engine(number, kv_tokens, max_running, alive_after=self._losses)
         self._touched(self.engines[number])
 
-    def lost(self, number: int) -> list[Request]:
+    def lost(self, number: int, *, blame: bool = True) -> list[Request]:
         """An engine died or was given up: what ran there waits again, from its last finished chunk.
 
-        Each of them is a suspect, and has to pass a trial. Returns those that were on trial when the engine died: they
-        are not tried again.
+        Unless nobody is to `blame`, each of them is a suspect, and has to pass a trial, on an engine that is known to
+        live (`alive`). Returns those that were on trial when the engine died: they are not tried again.
         """
         engine = self.engines.pop(number)
+        self._losses += 1
         victims, engine.running, engine.prompts = list(engine.running.values()), {}, {}
-        poisoned = [request for request in victims if request.suspect]
+        poisoned = [request for request in victims if request.suspect and blame]
         for request in victims:
             self.running -= 1
             request.engine = None
-            request.strikes += 1
-            if request.suspect:
+            request.strikes += blame
+            if request.suspect and blame:
                 self._end(request)
             elif request.group.unfinished:
-                request.suspect = True
+                request.suspect |= blame
                 self._wait(request)
         return poisoned
 
-    def leave(self, number: int) -> None:
-        """An idle engine is not used any more."""
-        engine = self.engines.pop(number)
-        assert not engine.running, f"{len(engine.running)} requests run on engine {number}"
+    def alive(self, number: int) -> None:
+        """The engine has answered since the last loss of another."""
+        self.engines[number].alive_after = self._losses
 
     def add(self, requests: Sequence[Request], *, expected: int | None = None) -> Group:
         """The samples of one prompt wait from now on. `expected` is their length, if earlier ones are known."""
@@ -179,6 +181,7 @@ class Scheduler(ABC):
         if request.suspect:
             engine.suspects -= 1
             request.suspect = False
+        engine.alive_after = self._losses
         self._touched(engine)
         if done:
             self._end(request)
@@ -210,7 +213,11 @@ class Scheduler(ABC):
         request = self._suspects[0]
         trial = TRIAL_TOKENS[min(request.strikes, len(TRIAL_TOKENS)) - 1]
         tokens = min(trial, request.limit - request.generated)
-        able = [one for one in self.engines.values() if not one.suspects and self._admits(one, request, tokens)]
+        able = [
+            one
+            for one in self.engines.values()
+            if not one.suspects and one.alive_after == self._losses and self._admits(one, request, tokens)
+        ]
         if not able:
             return None
         engine = min(able, key=self._load)

@@ -44,7 +44,8 @@ class GroupRoundRobin(LeastLoaded):
 
     def join(self, number: int, *, kv_tokens: int, max_running: int) -> None:
         super().join(number, kv_tokens=kv_tokens, max_running=max_running)
-        self._turns.append(number)
+        if number not in self._turns:
+            self._turns.append(number)
 
     def _choose(self, request: Request) -> Engine | None:
         home = request.group.home
