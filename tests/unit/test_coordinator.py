@@ -75,11 +75,12 @@ def take(
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, queue = Engine(hangs), TransferQueue(PROMPTS, max_lag=0)
+        engine, scorer, queue = Engine(False), Engine(hangs), TransferQueue(PROMPTS, max_lag=0)
+        engine.scored = scorer.scored
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
-        scorers = dict.fromkeys(recipe.reward.engines, client)
+        scorers: Any = dict.fromkeys(recipe.reward.engines, scorer)
 
         async def run() -> list[Taken]:
             coordinator = Coordinator(

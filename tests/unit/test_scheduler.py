@@ -9,7 +9,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from megarl.rollout_engine.scheduler import POLICIES, Assignment, Context, Group, Request, Scheduler
+from megarl.rollout_engine.scheduler import (
+    POLICIES,
+    TRIAL_TOKENS,
+    Assignment,
+    Context,
+    Group,
+    Request,
+    Scheduler,
+)
 from megarl.rollout_engine.scheduler.lengths import Correlation, Moments
 
 LIMIT, PROMPT, KV, MAX_RUNNING = 256, 8, 400, 6
