@@ -147,15 +147,15 @@ class EngineClient(_Client):
         )
 
     async def load(self, *, timeout_s: float) -> Load:
-        """Raises EngineLost: no answer in time, or none that makes sense."""
+        """Raises EngineLost, or EngineError: no answer in time, or none that makes sense."""
         payload = await self._get("/v1/loads?include=core", timeout_s)
         try:
             return _decode_loads(payload).loads[0]
         except (msgspec.DecodeError, IndexError) as error:
-            raise EngineLost(f"{self.name} was asked for its load and answered {payload[:500]!r}") from error
+            raise EngineError(f"{self.name} was asked for its load and answered {payload[:500]!r}") from error
 
     async def check_health(self, *, timeout_s: float) -> None:
-        """Have its scheduler look at a request. Raises EngineLost: it did not, in time."""
+        """Have its scheduler look at a request. Raises EngineLost, or EngineError: it did not, in time."""
         await self._get("/health", timeout_s)
 
     async def _get(self, path: str, timeout_s: float) -> bytes:
@@ -163,7 +163,9 @@ class EngineClient(_Client):
             async with self._session.get(path, timeout=aiohttp.ClientTimeout(total=timeout_s)) as response:
                 response.raise_for_status()
                 return await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientResponseError, TimeoutError) as error:
+            raise EngineError(f"{self.name} was asked for {path}: {error!r}") from error
+        except (aiohttp.ClientError, OSError) as error:
             raise EngineLost(f"{self.name} was asked for {path} and did not answer: {error!r}") from error
 
     async def pause(self) -> None:

@@ -262,7 +262,7 @@ class Dispatcher:
     async def _join(self, number: int, client: EngineClient) -> None:
         try:
             load = await client.load(timeout_s=self._stall_s)
-        except EngineLost as error:
+        except EngineError as error:
             self._report(number, client, str(error))
             return
         if load.max_total_num_tokens < self._needed_tokens:
@@ -285,7 +285,7 @@ class Dispatcher:
             await asyncio.sleep(period)
             try:
                 looks: Load | None = await client.load(timeout_s=period)
-            except EngineLost:
+            except EngineError:
                 looks = seen
             now = time.monotonic()
             if looks != seen or self._held or not client.owed:
@@ -319,14 +319,23 @@ class Dispatcher:
 
     async def _prove(self, number: int, client: EngineClient) -> None:
         """Engines often die together: only one that still answers may try what another one died of."""
-        try:
-            await client.check_health(timeout_s=self._stall_s)
-        except EngineLost as error:
-            self.lose(number, client, str(error))
-            return
-        if self._clients.get(number) is client:
-            self.scheduler.alive(number)
-            self._pump()
+        since = time.monotonic()
+        while self._clients.get(number) is client:
+            try:
+                await client.check_health(timeout_s=self._stall_s)
+            except EngineLost as error:
+                self.lose(number, client, str(error))
+            except EngineError as error:
+                if self._held:  # a paused one looks at nothing
+                    since = time.monotonic()
+                elif time.monotonic() - since > self._stall_s:
+                    self.lose(number, client, str(error))
+                await asyncio.sleep(self._stall_s / _LOOKS_PER_STALL)
+            else:
+                if self._clients.get(number) is client:
+                    self.scheduler.alive(number)
+                    self._pump()
+                return
 
     def _forget(self, number: int) -> None:
         del self._clients[number]

@@ -64,7 +64,7 @@ class Engine:
     async def check_health(self, *, timeout_s: float) -> None:
         await self.load(timeout_s=timeout_s)
         if self.asked > self.hangs_after:
-            raise EngineLost(f"{self.name} hangs")
+            raise EngineError(f"{self.name} hangs")
 
     async def pause(self) -> None:
         if self.asked > self.hangs_after:
