@@ -119,6 +119,7 @@ class Coordinator:
 
     def generate(self, version: WeightVersion) -> None:
         """The engines hold `version`; begin what the step trains on."""
+        self.dispatcher.begin_step(going_on=bool(self._under_way))
         self._generation = asyncio.create_task(self._generate(version))
 
     async def take(self, step: int) -> channel.Taken:
@@ -133,7 +134,7 @@ class Coordinator:
             lengths = [len(trajectory.output_ids) for trajectory in trajectories]
             metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
             metrics |= staleness_metrics(trajectories, step)
-        self.dispatcher.tally = Tally()
+        self.dispatcher.tally = Tally()  # what comes until the next step begins is the next one's
         for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
             group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
             await self._queue.put(group)

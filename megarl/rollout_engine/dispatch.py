@@ -78,7 +78,7 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """What is logged of a step."""
-        ends = sorted(when for when, _ in self.finished)
+        ends = sorted(when for when, _ in self.finished if when >= self.started)
         seconds = max(ends[-1] - self.started, 1e-9) if ends else 0.0
         speeds = sorted(self.tokens.values())
         return {
@@ -176,6 +176,11 @@ class Dispatcher:
         finally:
             self._open.difference_update(responses)
             self.scheduler.withdraw(group)
+
+    def begin_step(self, *, going_on: bool) -> None:
+        """Its time counts from now. What ended since the last step is its own only if that step was `going_on`."""
+        lost, finished = self.tally.lost, self.tally.finished if going_on else []
+        self.tally = Tally(lost=lost, finished=finished)
 
     def metrics(self) -> dict[str, float]:
         """What is logged of a step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,18 @@ def take(
         return asyncio.run(run()), engine
     finally:
         os.chdir(before)
+
+
+def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generate = Coordinator.generate
+
+    def later(self: Coordinator, version: int) -> None:
+        time.sleep(0.3)
+        generate(self, version)
+
+    monkeypatch.setattr(Coordinator, "generate", later)
+    for taken in take(job, steps=2)[0]:
+        assert taken.metrics["rollout/tokens_per_s"] > 2 * PROMPTS * SAMPLES / 0.25
 
 
 async def finished(coordinator: Coordinator, step: int) -> Taken:
