@@ -2,8 +2,9 @@
 
 SGLang's torch_native backend decodes sequence by sequence, some twenty small operations each; with many short sequences
 that is half of all the time an engine takes. Here sequences of like length are padded to one another and attended to at
-once. SGLang finds this plugin by its entry point and puts it around its own function, which still does what this one
-does not: encoders, cross attention, sliding windows.
+once, so that a step's time follows the number of cached tokens, however their lengths differ. SGLang finds this plugin
+by its entry point and puts it around its own function, which still does what this one does not: encoders, cross
+attention, sliding windows.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 TARGET = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode"
-# Sequences padded to one another. More make fewer calls and, where lengths differ, more padding.
-SEQUENCES_AT_ONCE = 64
+PADDING = 300
+"""Tokens: padding sequences to one another costs less than a further call as long as it is no more than this."""
 
 
 def register() -> None:
@@ -49,9 +50,10 @@ def decode(
             backend, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens, **options
         )
     kv_heads = k_cache.shape[1]
-    for rows in seq_lens.argsort().split(SEQUENCES_AT_ONCE):
+    lengths_sorted, order = seq_lens.sort(descending=True)
+    for rows in order.split(_alike(lengths_sorted.tolist())):
         lengths = seq_lens[rows]
-        longest = int(lengths[-1])
+        longest = int(lengths[0])
         valid = torch.arange(longest) < lengths[:, None]
         # beyond a sequence's end the table holds slots of others; slot 0 is SGLang's own padding
         slots = req_to_token[req_pool_indices[rows], :longest] * valid
@@ -66,3 +68,15 @@ def decode(
         )
         output[rows] = result.flatten(1, 2)
     return output
+
+
+def _alike(lengths: list[int]) -> list[int]:
+    """Sizes of runs of descending lengths whose padding to their longest is at most `PADDING` tokens."""
+    sizes, longest, padding = [0], lengths[0], 0
+    for length in lengths:
+        padding += longest - length
+        if padding > PADDING:
+            sizes.append(0)
+            longest, padding = length, 0
+        sizes[-1] += 1
+    return sizes
