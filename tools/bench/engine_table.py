@@ -30,6 +30,7 @@ LONGEST = 1024
 """Context in tokens, which all models allow."""
 ASKS, FLOOD = 12, 48
 LEAST_STEPS, STEPS = 16, 64
+LEAST_PROMPT = 8
 
 
 class Cores:
@@ -243,22 +244,26 @@ async def _trips(probes: list[Probe]) -> list[float]:
 
 
 async def _decodes(probes: list[Probe], kv_tokens: int, max_running: int) -> list[tuple[int, int, float]]:
-    """Batches of 1, 2, 4, ... requests with short and with long contexts: as far as the cache holds them."""
+    """Batches of 1, 2, 4, ... requests with short and with long contexts: as far as the cache holds them.
+
+    Within a batch contexts differ, as they do in a rollout.
+    """
     room = int(0.9 * kv_tokens)
 
     async def one(probe: Probe, batch: int, begin: int, steps: int) -> tuple[int, int, float] | None:
         await probe.flush()
         before = await probe.clock()
-        await probe.generate([prompt(begin) for _ in range(batch)], steps)
+        lengths = np.linspace(LEAST_PROMPT, 2 * begin - LEAST_PROMPT, batch) if batch > 1 else [begin]
+        await probe.generate([prompt(round(length)) for length in lengths], steps)
         spent = (await probe.clock()).since(before)
         if spent.steps < steps / 2 or spent.requests / spent.steps < 0.95 * batch:
             return None  # they did not run together
         return batch, begin + steps // 2, spent.decode_s * spent.share / spent.steps
 
     rows, batch = [], 1
-    while batch <= max_running and batch * (8 + LEAST_STEPS) <= room:
-        steps = min(STEPS, room // batch - 8)
-        for begin in sorted({8, min(room // batch, LONGEST) - steps}):
+    while batch <= max_running and batch * (LEAST_PROMPT + LEAST_STEPS) <= room:
+        steps = min(STEPS, room // batch - LEAST_PROMPT)
+        for begin in sorted({LEAST_PROMPT, min(room // batch, LONGEST // 2) - steps}):
             rows += await _everywhere(probes, lambda probe, a=batch, b=begin, c=steps: one(probe, a, b, c))
         batch *= 2
     return [row for row in rows if row is not None]
