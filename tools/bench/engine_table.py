@@ -263,7 +263,8 @@ async def _decodes(probes: list[Probe], kv_tokens: int, max_running: int) -> lis
     rows, batch = [], 1
     while batch <= max_running and batch * (LEAST_PROMPT + LEAST_STEPS) <= room:
         steps = min(STEPS, room // batch - LEAST_PROMPT)
-        for begin in sorted({LEAST_PROMPT, min(room // batch, LONGEST // 2) - steps}):
+        longest = min(room // batch, LONGEST // 2) - steps
+        for begin in sorted({min(4 * LEAST_PROMPT, longest), longest}):
             rows += await _everywhere(probes, lambda probe, a=batch, b=begin, c=steps: one(probe, a, b, c))
         batch *= 2
     return [row for row in rows if row is not None]
