@@ -11,6 +11,7 @@ from megarl.config import RlRecipe
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.engine import EngineAddress
 from megarl.runtime import Guard, start_child
+from megarl.types import WeightVersion
 
 # Shares of runtime.deadline_s: who waits for whom gives up first from the inside out, so that the error names the one
 # that hangs. Ranks that wait for rank 0 have all of it.
@@ -58,15 +59,15 @@ class CoordinatorHandle:
             )
         guard.watch(self.child)
 
-    def serve(self, engines: dict[int, EngineAddress], *, published: bool) -> None:
-        """Requests go to these engines, by number, from now on; `published`: with a new version of the weights."""
+    def serve(self, engines: dict[int, EngineAddress], *, published: WeightVersion | None) -> None:
+        """Requests go to these engines, by number, from now on; `published` is a new version that they have."""
         self._send(channel.Serve(engines, published))
 
-    def generate(self, version: int) -> None:
-        """The engines hold `version`: its rollouts may start."""
-        self._send(channel.Generate(version))
+    def generate(self) -> None:
+        """Rollouts may start, as many as the version allows that was published last."""
+        self._send(channel.Generate())
 
-    def ask(self, request: channel.Take | channel.Evaluate) -> channel.Taken | channel.Evaluation | channel.Waiting:
+    def ask(self, request: channel.Take | channel.Drain | channel.Evaluate) -> channel.Reply:
         """What was asked for, or that it is not there yet."""
         self._send(request)
         self._socket.settimeout(self._deadline_s)

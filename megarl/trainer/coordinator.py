@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from megarl.config import FirstGroups, RewardHead, RlRecipe, read_model_shape
+from megarl.config import RewardHead, RlRecipe, read_model_shape
 from megarl.data import DataError
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import (
@@ -71,9 +71,9 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
             scorers[name] = await stack.enter_async_context(scorer)
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
-        sampling = recipe.batch.sampling
-        max_lag = sampling.max_lag if isinstance(sampling, FirstGroups) else 0
-        queue = TransferQueue(groups_per_step=recipe.batch.prompts, max_lag=max_lag)
+        queue = TransferQueue(
+            recipe.batch.prompts, max_lag=recipe.mode.max_lag, ask=recipe.most_groups, steps=recipe.steps
+        )
         coordinator = Coordinator(
             recipe,
             connect,

@@ -9,7 +9,7 @@ import msgspec
 
 from megarl.config import RlRecipe
 from megarl.observe import EVALUATIONS_FILE
-from megarl.rollout_engine import CoordinatorHandle, Evaluate, Evaluation, Take, Taken, Waiting
+from megarl.rollout_engine import CoordinatorHandle, Drain, Drained, Evaluate, Evaluation, Take, Taken, Waiting
 from megarl.runtime import LOGGER
 from megarl.trainer.coordinator import TARGET
 from megarl.trainer.fleet import Fleet
@@ -50,15 +50,21 @@ class Rollouts:
 
     def publish(self, model: ModelEngine, version: WeightVersion) -> dict[str, float]:
         """From now on the engines answer with the model's present weights; returns what is logged."""
+        # an engine that fails from now on is started anew with the new weights
         self._model, self._version = model, version
+        mode = self._recipe.mode
+        if mode.max_lag and not mode.interrupt:
+            self._wait(Drain, what=f"end of the rollouts before version {version}")
         moved = self._fleet.publish(model, version)
-        self._serve(published=True)
+        self._serve(published=version)
+        if self._coordinator is not None and not self._recipe.takes_turns:
+            self._coordinator.generate()
         return moved
 
     def take(self, step: int) -> tuple[list[Group], dict[str, Any]]:
         """Generate and wait for the groups of `step`; and rank 0's counts."""
         if self._coordinator is not None:
-            self._coordinator.generate(self._version)
+            self._coordinator.generate()
         taken = self._wait(lambda wait_s: Take(step, wait_s), what=f"groups of step {step + 1}")
         assert isinstance(taken, Taken)
         counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
@@ -77,7 +83,7 @@ class Rollouts:
             accuracy = (found.accuracy, found.accuracy_greedy)
             LOGGER.info("after step %d: accuracy %.3f at temperature 1, %.3f greedy", step, *accuracy)
 
-    def _wait(self, request: Any, *, what: str) -> Taken | Evaluation:
+    def _wait(self, request: Any, *, what: str) -> Taken | Drained | Evaluation:
         """Ask until the answer is there, and look after the engines meanwhile."""
         deadline_s = self._recipe.runtime.deadline_s
         while True:
@@ -85,13 +91,13 @@ class Rollouts:
             if self._coordinator is not None:
                 wait_s = deadline_s / _LOOKS_PER_DEADLINE if self._fleet.complete else _LOOK_S
                 reply = self._coordinator.ask(request(wait_s))
-            kind: Any = Taken | Evaluation | Waiting
+            kind: Any = Taken | Drained | Evaluation | Waiting
             reply = self._job.control.broadcast(reply, kind, what=what)
             if not isinstance(reply, Waiting):
                 return reply
             if self._fleet.tend(self._model, self._version, reply.lost):
-                self._serve(published=False)
+                self._serve(published=None)
 
-    def _serve(self, *, published: bool) -> None:
+    def _serve(self, *, published: WeightVersion | None) -> None:
         if self._coordinator is not None:
             self._coordinator.serve(self._fleet.serving, published=published)

@@ -1,5 +1,5 @@
-"""Between rollout and training: groups go in as they finish, and come out as whole steps in a fixed order."""
+"""Between rollout and training: groups go in as they finish, and come out as whole steps."""
 
-from megarl.transfer_queue.memory import TransferQueue
+from megarl.transfer_queue.queue import TransferQueue
 
 __all__ = ["TransferQueue"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,26 @@ class Engine:
     address = EngineAddress(name, "localhost", 1)
 
     def __init__(self, hangs: bool) -> None:
+        self.late: set[int] = set()  # prompts that are answered when the next version is there
+        self.prompts: dict[tuple[int, ...], int] = {}
+        self.next_version = asyncio.Event()
+        self.paused = 0
         self.version, self.hangs, self.owed = 0, hangs, 0
         self.temperatures: list[float] = []
         self.scored: list[list[int]] = []
 
     async def generate(self, input_ids: list[int], *, temperature: float, **_: Any) -> Chunk:
         self.temperatures.append(temperature)
+        self.prompts.setdefault(tuple(input_ids), len(self.prompts))
+        if self.prompts[tuple(input_ids)] in self.late:
+            await self.next_version.wait()
         return Chunk(Completion([1, 2], [-1.0, -1.0], "stop", [VersionSpan(self.version, 0, 2)]), 0, 0)
 
     async def load(self, *, timeout_s: float) -> Load:
         return Load(4096, 64, 0, 0, 0, 0, None)
+
+    async def pause(self) -> None:
+        self.paused += 1
 
     async def score(self, sequences: list[list[int]]) -> list[float]:
         self.scored += sequences
@@ -69,15 +80,16 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take(
-    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False
+    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False, late: Collection[int] = ()
 ) -> tuple[list[Taken], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, scorer, queue = Engine(False), Engine(hangs), TransferQueue(PROMPTS, max_lag=0)
+        engine, scorer, queue = Engine(False), Engine(hangs), queue_of(recipe, steps)
         engine.scored = scorer.scored
+        engine.late.update(late)
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
@@ -91,7 +103,11 @@ def take(
             taken = []
             for step in range(steps):
                 engine.version = step
-                coordinator.generate(step)
+                if step:
+                    engine.next_version.set()
+                queue.publish(step)
+                await coordinator.dispatcher.serve({0: client})  # ends a hold
+                coordinator.generate()
                 taken.append(await finished(coordinator, step))
             await coordinator.dispatcher.close()
             return taken
@@ -104,13 +120,17 @@ def take(
 def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = Coordinator.generate
 
-    def later(self: Coordinator, version: int) -> None:
+    def later(self: Coordinator) -> None:
         time.sleep(0.3)
-        generate(self, version)
+        generate(self)
 
     monkeypatch.setattr(Coordinator, "generate", later)
     for taken in take(job, steps=2)[0]:
         assert taken.metrics["rollout/tokens_per_s"] > 2 * PROMPTS * SAMPLES / 0.25
+
+
+def queue_of(recipe: RlRecipe, steps: int) -> TransferQueue:
+    return TransferQueue(PROMPTS, max_lag=recipe.mode.max_lag, ask=recipe.most_groups, steps=steps)
 
 
 async def finished(coordinator: Coordinator, step: int) -> Taken:
@@ -131,11 +151,21 @@ def test_all_groups_are_the_next_rows(job: Path) -> None:
     assert all(group.greedy_scores is None for t in taken for group in t.groups)
 
 
+def test_what_is_finished_first_is_taken_first_until_the_rest_is_due(job: Path) -> None:
+    """Rows 0 and 1 are late: they wait on a paused engine, and are of the step that must have them."""
+    partial = ("mode={max_lag: 1, interrupt: true, ask: 4}",)
+    taken, engine = take(job, *partial, steps=3, late=[0, 1])
+    assert [rows(t) for t in taken] == [[2, 3], [0, 1], [4, 5]]
+    assert [t.asked for t in taken] == [4, 2, 0]  # no more than three steps need
+    assert engine.paused == 1
+    lags = [t.metrics["rollout/lag_max"] for t in taken]
+    assert lags == [0.0, 0.0, 1.0]
+
+
 def test_uninformative_groups_are_replaced(job: Path) -> None:
     """Each step from rows of its own, three waves of two; asking ends when enough are found."""
     taken, _ = take(job, "batch.sampling={type: informative, waves: 3}", steps=2)
     assert [(rows(t), t.asked) for t in taken] == [([1, 3], 4), ([7, 9], 4)]
-    assert [group.prompt.index for t in taken for group in t.groups] == [0, 1, 2, 3]
 
 
 def test_where_too_few_are_informative_the_first_others_fill_the_step(job: Path) -> None:
