@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megarl.transfer_queue import TransferQueue
-from megarl.transfer_queue.ledger import Ledger
+from megarl.transfer_queue.admission import Admission
 from megarl.types import Group, Prompt, Trajectory, VersionSpan
 
 
@@ -76,7 +76,7 @@ def test_tokens_may_lag_behind_as_far_as_allowed(max_lag: int, versions: tuple[i
 
 
 class Loop(RuleBasedStateMachine):
-    """A run as the ledger sees it. Groups finish in any order; the trainer takes, learns and publishes when it can.
+    """A run as admission sees it. Groups finish in any order; the trainer takes, learns and publishes when it can.
 
     A crash forgets all but what a journal and a checkpoint hold, and goes on from there.
     """
@@ -89,34 +89,34 @@ class Loop(RuleBasedStateMachine):
         self.finished: set[int] = set()
         self.took: dict[int, list[int]] = {}
         self.version = self.saved = 0
-        self.ledger = self.fresh()
+        self.admission = self.fresh()
         self.publish()
 
-    def fresh(self) -> Ledger:
-        return Ledger(self.groups, max_lag=self.max_lag, ask=self.ask, steps=self.steps)
+    def fresh(self) -> Admission:
+        return Admission(self.groups, max_lag=self.max_lag, ask=self.ask, steps=self.steps)
 
     def publish(self) -> None:
-        self.ledger.publish(self.version)
-        for row in self.ledger.admit():
+        self.admission.publish(self.version)
+        for row in self.admission.admit():
             assert row not in self.admitted, "admitted twice"
             self.admitted[row] = self.version
             assert len(self.admitted) <= self.version * self.groups + self.ask, "more at once than asked for"
 
     def taken(self) -> set[int]:
-        return {row for step, rows in self.took.items() if step < self.ledger.step for row in rows}
+        return {row for step, rows in self.took.items() if step < self.admission.step for row in rows}
 
     @precondition(lambda self: set(self.admitted) - self.finished)
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         row = data.draw(st.sampled_from(sorted(set(self.admitted) - self.finished)))
-        self.ledger.finish(row)
+        self.admission.finish(row)
         self.finished.add(row)
 
-    @precondition(lambda self: self.ledger.step == self.version < self.steps)
+    @precondition(lambda self: self.admission.step == self.version < self.steps)
     @rule()
     def take(self) -> None:
-        step = self.ledger.step
-        rows = self.ledger.take()
+        step = self.admission.step
+        rows = self.admission.take()
         if rows is None:
             assert step not in self.took, "a step that took its groups before the crash waits"
             waiting = set(self.admitted) - self.finished
@@ -127,7 +127,7 @@ class Loop(RuleBasedStateMachine):
         assert set(rows) <= self.finished
         assert all(step - self.admitted[row] <= self.max_lag for row in rows), "too old"
 
-    @precondition(lambda self: self.ledger.step == self.version + 1)
+    @precondition(lambda self: self.admission.step == self.version + 1)
     @rule(save=st.booleans())
     def learn(self, save: bool) -> None:
         self.version += 1
@@ -139,8 +139,8 @@ class Loop(RuleBasedStateMachine):
         trained = {row for step in range(self.saved) for row in self.took[step]}
         left = {row: version for row, version in self.admitted.items() if row not in trained}
         later = {step: rows for step, rows in self.took.items() if step >= self.saved}
-        self.ledger, self.version = self.fresh(), self.saved
-        self.ledger.restore(self.saved, left, sorted(self.finished - trained), later)
+        self.admission, self.version = self.fresh(), self.saved
+        self.admission.restore(self.saved, left, sorted(self.finished - trained), later)
         self.publish()
 
     @invariant()
@@ -153,12 +153,12 @@ class Loop(RuleBasedStateMachine):
         """From wherever it is, the run comes to its end when all groups finish."""
         while hasattr(self, "took") and self.version < self.steps:
             for row in sorted(set(self.admitted) - self.finished, reverse=True):
-                self.ledger.finish(row)
+                self.admission.finish(row)
                 self.finished.add(row)
-            if self.ledger.step == self.version:
-                before = self.ledger.step
+            if self.admission.step == self.version:
+                before = self.admission.step
                 self.take()
-                assert self.ledger.step == before + 1, "a step waits though all groups are there"
+                assert self.admission.step == before + 1, "a step waits though all groups are there"
             self.learn(save=False)
         assert not hasattr(self, "took") or sorted(self.admitted) == list(range(self.steps * self.groups))
 
@@ -168,9 +168,9 @@ TestLoop = Loop.TestCase
 
 
 def test_rows_of_which_nothing_is_known_are_passed_over() -> None:
-    ledger = Ledger(2, max_lag=1, ask=4, steps=3)
-    ledger.restore(1, {5: 1}, [], {})  # rows 2 to 4 were admitted, and the journal is damaged
-    ledger.publish(1)
-    assert ledger.admit() == [6, 7, 8]
-    ledger.publish(2)
-    assert ledger.admit() == []  # four rows are what two steps need
+    admission = Admission(2, max_lag=1, ask=4, steps=3)
+    admission.restore(1, {5: 1}, [], {})  # rows 2 to 4 were admitted, and the journal is damaged
+    admission.publish(1)
+    assert admission.admit() == [6, 7, 8]
+    admission.publish(2)
+    assert admission.admit() == []  # four rows are what two steps need

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from megarl.types import WeightVersion
 
 
-class Ledger:
+class Admission:
     """Rows are admitted, finished and taken, each once; every step takes `groups_per_step` of them.
 
     Not yet taken rows, running or finished, and those of the step that trains are never more than `ask`. `take` leaves
