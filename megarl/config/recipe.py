@@ -170,6 +170,11 @@ class Mode(Section):
     """Most groups under way, waiting or in training at once; none: (max_lag + 1) x batch.prompts."""
 
 
+class Journal(Section):
+    sync: Literal["always", "group", "never"] = "group"
+    """What is on disk before it counts, should a node die: every chunk of a response, finished groups, or nothing."""
+
+
 class RlBatch(Section):
     prompts: PositiveInt
     """Prompts in one step; each makes one group."""
@@ -323,6 +328,8 @@ class RlRecipe(Stage):
     """How far rollouts may run ahead of training."""
     rollout: Rollout
     """The engines and how they sample."""
+    journal: Journal = Journal()
+    """The record of rollouts in the run directory, from which a run that ended goes on."""
     publish: Publish = Field(default=DirectPublish(), discriminator="type")
     """How new weights reach the engines."""
     reward: Reward

@@ -33,6 +33,12 @@ class Take(msgspec.Struct, tag=True):
     wait_s: float
 
 
+class Saved(msgspec.Struct, tag=True):
+    """A checkpoint has `step` finished steps. No reply."""
+
+    step: int
+
+
 class Drain(msgspec.Struct, tag=True):
     """Finish all groups that are under way. Reply: Drained, or after so many seconds Waiting; then ask again."""
 
@@ -97,7 +103,7 @@ class Failed(msgspec.Struct, tag=True):
     cause: str
 
 
-Request = Serve | Generate | Take | Drain | Evaluate
+Request = Serve | Generate | Saved | Take | Drain | Evaluate
 Reply = Taken | Drained | Evaluation | Waiting | Failed
 
 encode = msgspec.msgpack.encode

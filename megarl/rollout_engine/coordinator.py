@@ -34,8 +34,11 @@ class Queue(Protocol):
 
     def publish(self, version: WeightVersion) -> None: ...
     def admit(self) -> list[int]: ...
+    def begun(self, row: int) -> dict[int, Completion]: ...
+    def extend(self, row: int, sample: int, start: int, tokens: Completion) -> None: ...
     async def put(self, row: int, group: Group) -> None: ...
     def take(self, step: int) -> list[Group] | None: ...
+    async def saved(self, step: int) -> None: ...
 
 
 class Coordinator:
@@ -90,6 +93,8 @@ class Coordinator:
                     await self.dispatcher.serve(clients, resume=published is not None)
                 case channel.Generate():
                     self.generate()
+                case channel.Saved(step=step):
+                    await self._queue.saved(step)
                 case channel.Drain(wait_s=wait_s):
                     writer.write(channel.frame(await self.within(wait_s, self._drain)))
                 case channel.Take(step=step, wait_s=wait_s):
@@ -160,7 +165,8 @@ class Coordinator:
             task.result()
 
     async def _fill(self, row: int) -> None:
-        await self._queue.put(row, await self._group(row))
+        extend = functools.partial(self._queue.extend, row)
+        await self._queue.put(row, await self._group(row, begun=self._queue.begun(row), report=extend))
 
     async def _fill_informative(self, rows: list[int], sampling: InformativeGroups) -> None:
         """All groups of a step; it has data of its own, whatever others needed, so that a resumed run asks the same."""
@@ -180,15 +186,15 @@ class Coordinator:
     async def _groups(self, first: int, count: int) -> list[Group]:
         return await _all(self._group(row) for row in range(first, first + count))
 
-    async def _group(self, row: int) -> Group:
+    async def _group(self, row: int, **going_on: Any) -> Group:
         """That of a row of the data; or, where engines die of it, of another, from the data's end."""
         while True:
             try:
-                return await self._answered(self._train[row])
+                return await self._answered(self._train[row], **going_on)
             except PoisonedError as error:
                 await asyncio.to_thread(self._save_failed, self._train[row], error)
                 self._replaced += 1
-                row = -self._replaced
+                row, going_on = -self._replaced, {}
 
     def _save_failed(self, prompt: Prompt, error: PoisonedError) -> None:
         text = self._tokenizer.decode(error.token_ids)
@@ -196,10 +202,11 @@ class Coordinator:
         with self._failed_requests.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    async def _answered(self, prompt: Prompt) -> Group:
+    async def _answered(self, prompt: Prompt, **going_on: Any) -> Group:
         size, temperature = self._recipe.batch.group_size, self._recipe.rollout.temperature
         row = prompt.index % len(self._train)
-        asked = [self._sample(prompt, samples=size, temperature=temperature, expected=self._lengths.get(row))]
+        expected = self._lengths.get(row)
+        asked = [self._sample(prompt, samples=size, temperature=temperature, expected=expected, **going_on)]
         if isinstance(self._recipe.algorithm.advantage, RemaxAdvantage):
             asked.append(self._sample(prompt, samples=1, temperature=0.0))
         sampled, *greedy = await _all(asked)
@@ -243,16 +250,15 @@ class Coordinator:
             ],
         )
 
-    async def _sample(
-        self, prompt: Prompt, *, samples: int, temperature: float, expected: int | None = None
-    ) -> list[Completion]:
+    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float, **options: Any) -> list[Completion]:
+        """Options are those of `Dispatcher.respond`."""
         return await self.dispatcher.respond(
             prompt.input_ids,
             samples=samples,
             temperature=temperature,
             max_new_tokens=self._recipe.rollout.max_new_tokens,
             stop_token=self._tokenizer.eos_token_id,
-            expected=expected,
+            **options,
         )
 
     async def _score(

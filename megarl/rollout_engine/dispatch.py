@@ -19,7 +19,7 @@ from megarl.rollout_engine.channel import Lost
 from megarl.rollout_engine.client import Chunk, EngineClient, EngineLost, Load
 from megarl.rollout_engine.engine import EngineAddress, EngineError
 from megarl.rollout_engine.scheduler import Context, Request, Scheduler
-from megarl.types import Completion, VersionSpan
+from megarl.types import Completion
 
 _TAIL = 0.9
 _LOOKS_PER_STALL = 8
@@ -47,18 +47,6 @@ class Response(Request):
     @property
     def ended(self) -> bool:
         return self.so_far.finish_reason == "stop" or len(self.so_far.output_ids) >= self.limit
-
-    def extend(self, chunk: Completion) -> None:
-        whole, offset = self.so_far, len(self.so_far.output_ids)
-        whole.output_ids += chunk.output_ids
-        whole.logprobs += chunk.logprobs
-        whole.finish_reason = chunk.finish_reason
-        for span in chunk.versions:
-            if whole.versions and whole.versions[-1].version == span.version:
-                last = whole.versions.pop()
-                whole.versions.append(VersionSpan(span.version, last.start, offset + span.end))
-            else:
-                whole.versions.append(VersionSpan(span.version, offset + span.start, offset + span.end))
 
 
 @dataclass
@@ -184,7 +172,7 @@ class Dispatcher:
         ]
         for sample, so_far in begun.items():
             response = responses[sample]
-            response.extend(so_far)
+            response.so_far.extend(so_far)
             response.generated = len(response.so_far.output_ids)
             if response.ended:
                 response.done.set_result(response.so_far)
@@ -277,7 +265,7 @@ class Dispatcher:
         self.progress_at = time.monotonic()
         self.tally.add(number, chunk, len(asked))
         response.report(len(response.so_far.output_ids), chunk.completion)
-        response.extend(chunk.completion)
+        response.so_far.extend(chunk.completion)
         unwanted = response.done.done()
         self.scheduler.finished(response, len(chunk.completion.output_ids), done=response.ended or unwanted)
         if response.ended and not unwanted:

@@ -37,6 +37,7 @@ class CoordinatorHandle:
         guard: Guard,
         log: Path,
         failed_requests: Path,
+        journal: Path,
     ) -> None:
         """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends."""
         self._deadline_s = recipe.runtime.deadline_s * COORDINATOR_SHARE
@@ -47,6 +48,7 @@ class CoordinatorHandle:
             "key": key,
             "max_positions": max_positions,
             "failed_requests": str(failed_requests),
+            "journal": str(journal),
             "channel_fd": theirs.fileno(),
         }
         with theirs:
@@ -66,6 +68,10 @@ class CoordinatorHandle:
     def generate(self) -> None:
         """Rollouts may start, as many as the version allows that was published last."""
         self._send(channel.Generate())
+
+    def saved(self, step: int) -> None:
+        """A checkpoint has `step` finished steps."""
+        self._send(channel.Saved(step))
 
     def ask(self, request: channel.Take | channel.Drain | channel.Evaluate) -> channel.Reply:
         """What was asked for, or that it is not there yet."""

@@ -26,7 +26,7 @@ from megarl.rollout_engine import (
     frame,
 )
 from megarl.runtime import child_command, child_environment
-from megarl.transfer_queue import TransferQueue
+from megarl.transfer_queue import JournalError, TransferQueue
 
 TARGET = "megarl.trainer.coordinator:main"
 # A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
@@ -43,7 +43,7 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, EngineError) and not isinstance(error, EngineTimeout):
             time.sleep(_LET_THE_ENGINE_SPEAK_S)
-        known = isinstance(error, EngineError | DataError)
+        known = isinstance(error, EngineError | DataError | JournalError)
         cause = str(error) if known else traceback.format_exc()
         connection.setblocking(True)
         connection.sendall(frame(Failed(cause)))
@@ -72,8 +72,14 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
         queue = TransferQueue(
-            recipe.batch.prompts, max_lag=recipe.mode.max_lag, ask=recipe.most_groups, steps=recipe.steps
+            recipe.batch.prompts,
+            max_lag=recipe.mode.max_lag,
+            ask=recipe.most_groups,
+            steps=recipe.steps,
+            directory=Path(config["journal"]),
+            sync=recipe.journal.sync,
         )
+        stack.push_async_callback(queue.close)
         coordinator = Coordinator(
             recipe,
             connect,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -42,6 +45,7 @@ class Rollouts:
                 guard=job.guard,
                 log=job.run.logs / "coordinator.log",
                 failed_requests=job.run.path / "failed_requests.jsonl",
+                journal=_journal(job, recipe),
             )
 
     def wait_healthy(self) -> None:
@@ -70,6 +74,11 @@ class Rollouts:
         counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
         counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
         return taken.groups, counts | taken.metrics
+
+    def saved(self, step: int) -> None:
+        """A checkpoint has `step` finished steps: their rollouts need not be kept any more."""
+        if self._coordinator is not None:
+            self._coordinator.saved(step)
 
     def evaluate(self, step: int) -> None:
         """Accuracy on the held-out problems after `step` steps, written to the run directory by rank 0."""
@@ -101,3 +110,16 @@ class Rollouts:
     def _serve(self, *, published: WeightVersion | None) -> None:
         if self._coordinator is not None:
             self._coordinator.serve(self._fleet.serving, published=published)
+
+
+def _journal(job: Job, recipe: RlRecipe) -> Path:
+    """Where the journal lies. One that is not resumed, or of rows that meant other prompts, is removed."""
+    batch = recipe.batch.model_dump(mode="json", exclude={"max_tokens_per_rank"})
+    rows = json.dumps([str(recipe.data.train), batch], sort_keys=True)
+    root = job.run.path / "journal"
+    path = root / hashlib.sha256(rows.encode()).hexdigest()[:8]
+    for old in root.iterdir() if root.is_dir() else []:
+        if old != path or not job.resume:
+            LOGGER.info("%s is of another start and is removed", old)
+            shutil.rmtree(old)
+    return path

@@ -63,10 +63,14 @@ class Admission:
         self._next_row = max(self._next_row, bound)
         return rows
 
-    def finish(self, row: int) -> None:
-        """The group is there. Raises ValueError: it was before, or nobody asked for it."""
+    def check_unfinished(self, row: int) -> None:
+        """Raise ValueError: the group was there before, or nobody asked for it."""
         if row not in self.admitted or row in self._finished:
             raise ValueError(f"the group of row {row} was put into the queue before, or never asked for")
+
+    def finish(self, row: int) -> None:
+        """The group is there. Raises ValueError as `check_unfinished`."""
+        self.check_unfinished(row)
         self._finished.add(row)
 
     def take(self) -> list[int] | None:

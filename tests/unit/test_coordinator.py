@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -87,7 +88,7 @@ def take(
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, scorer, queue = Engine(False), Engine(hangs), queue_of(recipe, steps)
+        engine, scorer, queue = Engine(False), Engine(hangs), queue_of(recipe, steps, Path(tempfile.mkdtemp(dir=job)))
         engine.scored = scorer.scored
         engine.late.update(late)
         rewards: Any = Rewards(hopeless)
@@ -129,8 +130,9 @@ def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypa
         assert taken.metrics["rollout/tokens_per_s"] > 2 * PROMPTS * SAMPLES / 0.25
 
 
-def queue_of(recipe: RlRecipe, steps: int) -> TransferQueue:
-    return TransferQueue(PROMPTS, max_lag=recipe.mode.max_lag, ask=recipe.most_groups, steps=steps)
+def queue_of(recipe: RlRecipe, steps: int, journal: Path) -> TransferQueue:
+    lag, ask = recipe.mode.max_lag, recipe.most_groups
+    return TransferQueue(PROMPTS, max_lag=lag, ask=ask, steps=steps, directory=journal, sync="group")
 
 
 async def finished(coordinator: Coordinator, step: int) -> Taken:

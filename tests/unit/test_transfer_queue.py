@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from megarl.transfer_queue import TransferQueue
 from megarl.transfer_queue.admission import Admission
-from megarl.types import Group, Prompt, Trajectory, VersionSpan
+from megarl.types import Completion, Group, Prompt, Trajectory, VersionSpan
 
 
 def group(row: int, *versions: int) -> Group:
@@ -31,48 +32,109 @@ def group(row: int, *versions: int) -> Group:
     return Group(Prompt(index=row, text="", input_ids=[1], answer=""), trajectories)
 
 
-def queue_at(step: int, groups: int = 1, *, max_lag: int = 0) -> TransferQueue:
+async def queue_at(path: Path, step: int, groups: int = 1, *, max_lag: int = 0) -> TransferQueue:
     """One whose steps before `step` took their groups, and whose rows of this step were admitted."""
-    queue = TransferQueue(groups, max_lag=max_lag, ask=groups, steps=9)
+    queue = TransferQueue(groups, max_lag=max_lag, ask=groups, steps=9, directory=path, sync="group")
     for earlier in range(step):
         queue.publish(earlier)
         for row in queue.admit():
-            asyncio.run(queue.put(row, group(row, earlier)))
+            await queue.put(row, group(row, earlier))
         queue.take(earlier)
     queue.publish(step)
     queue.admit()
     return queue
 
 
-def test_a_step_comes_out_in_order_however_its_groups_finished() -> None:
-    queue = queue_at(1, 3)
-    for row in (5, 3, 4):
-        assert queue.take(1) is None
-        asyncio.run(queue.put(row, group(row, 1)))
-    groups = queue.take(1)
-    assert groups is not None
-    assert [one.prompt.index for one in groups] == [3, 4, 5]
+def test_a_step_comes_out_in_order_however_its_groups_finished(tmp_path: Path) -> None:
+    async def run() -> None:
+        queue = await queue_at(tmp_path, 1, 3)
+        for row in (5, 3, 4):
+            assert queue.take(1) is None
+            await queue.put(row, group(row, 1))
+        groups = queue.take(1)
+        assert groups is not None
+        assert [one.prompt.index for one in groups] == [3, 4, 5]
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("row", [1, 0, 2], ids=["still there", "taken already", "never asked for"])
-def test_a_group_goes_in_once(row: int) -> None:
-    queue = queue_at(1)
-    asyncio.run(queue.put(1, group(1, 1)))
-    with pytest.raises(ValueError, match=f"the group of row {row} was put into the queue before, or never asked for"):
-        asyncio.run(queue.put(row, group(row, 1)))
+def test_a_group_goes_in_once(tmp_path: Path, row: int) -> None:
+    async def run() -> None:
+        queue = await queue_at(tmp_path, 1)
+        await queue.put(1, group(1, 1))
+        with pytest.raises(ValueError, match=f"group of row {row} was put into the queue before, or never asked for"):
+            await queue.put(row, group(row, 1))
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(
     ("max_lag", "versions", "allowed"),
     [(0, (3,), True), (0, (2,), False), (0, (3, 2), False), (2, (3, 1), True), (2, (3, 0), False)],
 )
-def test_tokens_may_lag_behind_as_far_as_allowed(max_lag: int, versions: tuple[int, ...], allowed: bool) -> None:
-    queue = queue_at(3, max_lag=max_lag)
-    asyncio.run(queue.put(3, group(3, *versions)))
-    with (
-        nullcontext() if allowed else pytest.raises(AssertionError, match=rf"rows \[3\] of step 3 .* {max_lag} version")
-    ):
-        queue.take(3)
+def test_tokens_may_lag_behind_as_far_as_allowed(
+    tmp_path: Path, max_lag: int, versions: tuple[int, ...], allowed: bool
+) -> None:
+    async def run() -> None:
+        queue = await queue_at(tmp_path, 3, max_lag=max_lag)
+        await queue.put(3, group(3, *versions))
+        stale = rf"rows \[3\] of step 3 .* {max_lag} version"
+        with nullcontext() if allowed else pytest.raises(AssertionError, match=stale):
+            queue.take(3)
+
+    asyncio.run(run())
+
+
+def tokens(*ids: int) -> Completion:
+    return Completion(list(ids), [-1.0] * len(ids), "length", [VersionSpan(0, 0, len(ids))])
+
+
+def test_a_run_goes_on_from_its_journal(tmp_path: Path) -> None:
+    """Nothing that was finished is asked again, what had begun goes on, and steps train on what they trained on."""
+
+    def queue() -> TransferQueue:
+        return TransferQueue(2, max_lag=1, ask=4, steps=3, directory=tmp_path, sync="group")
+
+    async def before() -> None:
+        one = queue()
+        one.publish(0)
+        assert one.admit() == [0, 1, 2, 3]
+        for row in (3, 1):
+            await one.put(row, group(row, 0))
+        assert [g.prompt.index for g in one.take(0) or []] == [1, 3]
+        one.extend(0, 1, 0, tokens(7, 8))
+        one.extend(0, 1, 2, tokens(9))
+        one.publish(1)
+        assert one.admit() == [4, 5]
+        await one.put(2, group(2, 0))  # and the process is killed
+
+    async def after() -> None:
+        one = queue()
+        one.publish(0)
+        assert one.admit() == [0, 4, 5]
+        assert [g.prompt.index for g in one.take(0) or []] == [1, 3]
+        assert one.begun(0) == {1: tokens(7, 8, 9)}
+        assert one.begun(4) == {}
+        one.publish(1)
+        assert one.admit() == []
+        await one.put(5, group(5, 1))
+        assert one.take(1) is None  # row 0 is due
+        one.extend(0, 1, 3, tokens(1))
+        await one.put(0, group(0, 0, 1))
+        assert [g.prompt.index for g in one.take(1) or []] == [0, 2]
+        await one.saved(2)
+        await one.close()
+
+    async def later() -> None:
+        one = queue()
+        one.publish(2)
+        assert one.admit() == [4]
+        await one.put(4, group(4, 2))
+        assert [g.prompt.index for g in one.take(2) or []] == [4, 5]
+
+    for part in (before, after, later):
+        asyncio.run(part())
 
 
 class Loop(RuleBasedStateMachine):
