@@ -48,8 +48,11 @@ class Rollouts:
         """Return when all engines are."""
         self._fleet.wait_healthy()
 
-    def publish(self, model: ModelEngine, version: WeightVersion) -> dict[str, float]:
-        """From now on the engines answer with the model's present weights; returns what is logged."""
+    def publish(self, model: ModelEngine | None, version: WeightVersion) -> dict[str, float]:
+        """From now on the engines answer with the present weights of the model, which ranks that train have.
+
+        Returns what is logged.
+        """
         self._model, self._version = model, version
         moved = self._fleet.publish(model, version)
         self._serve(published=True)

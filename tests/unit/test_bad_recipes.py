@@ -237,7 +237,10 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("layout.tensor=16", ["layout.tensor: 16 does not divide the model's attention heads (8); use one of 1, 2, 4, 8"]),
     ("layout.pipeline=4", ["layout.pipeline: 4 does not divide the model's 2 layers; use one of 1, 2"]),
     ("batch.sampling={type: first, ask: 5}", ["batch.sampling.ask: 5 prompts under way, of which a step takes"]),
-    ("rollout.tensor_parallel=3", ["engines of 3 ranks must divide the world evenly", "there are 4 ranks, 4 a node"]),
+    (
+        "rollout.tensor_parallel=3",
+        ["engines of 3 ranks must divide those that roll out evenly", "there are 4 ranks, 4 a node"],
+    ),
     ("rollout.max_new_tokens=64", ["rollout.max_new_tokens: 64 leaves no room", "64 positions; make it smaller"]),
     ("rollout.max_new_tokens=55", ["train.jsonl: line ", "tokens, but the model's 64 positions less", "leave 9"]),
     ("rollout.server_args={port: 1}", ["rollout.server_args.port: megarl sets this one itself; leave it out"]),

@@ -281,11 +281,11 @@ def test_places_are_unique_complete_and_in_megatrons_order(world: int, tensor: i
     assert [(place.tensor, place.pipeline, place.data) for place in places] == expected
 
 
-@given(engines=st.integers(1, 64), size=st.integers(1, 16))
-def test_each_rank_belongs_to_one_engine(engines: int, size: int) -> None:
-    leaders = engine_leaders(engines * size, size)
-    members = [rank for leader in leaders for rank in range(leader, leader + size)]
-    assert members == list(range(engines * size))
+@given(first=st.integers(0, 64), engines=st.integers(1, 64), size=st.integers(1, 16))
+def test_each_rank_belongs_to_one_engine(first: int, engines: int, size: int) -> None:
+    ranks = range(first, first + engines * size)
+    leaders = engine_leaders(ranks, size)
+    assert [rank for leader in leaders for rank in range(leader, leader + size)] == list(ranks)
 
 
 # --- the model's shape
@@ -375,7 +375,11 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
     [
         ([], 12, ""),
         ([], 6, ""),
-        ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; start a multiple of 6 ranks"),
+        (
+            [],
+            10,
+            "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; train on a multiple of 6 ranks",
+        ),
         (["layout.tensor=8"], 24, ""),  # two ranks share a key-value head
         (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4, 8"),
         (["layout.pipeline=4"], 8, "layout.pipeline: 4 does not divide the model's 6 layers; use one of 1, 2, 3, 6"),
@@ -412,7 +416,11 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
             "8 samples is never between 0.25 and 0.375",
         ),
         (["batch.sampling={type: informative, low: 0.2, high: 0.375}"], 6, ""),
-        (["rollout.tensor_parallel=4"], 6, "engines of 4 ranks must divide the world evenly, and each lie on one node"),
+        (
+            ["rollout.tensor_parallel=4"],
+            6,
+            "engines of 4 ranks must divide those that roll out evenly, and each lie on one node",
+        ),
         (["rollout.tensor_parallel=3"], 6, "tensor_parallel: 3 does not divide the model's attention heads (8)"),
         (["rollout.tensor_parallel=8"], 24, ""),  # each key-value head on two ranks
         (["rollout.tensor_parallel=12"], 12, "12 does not divide"),
