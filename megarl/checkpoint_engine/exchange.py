@@ -214,7 +214,7 @@ class Exchange:
     ) -> Iterator[None]:
         """Send and receive at once, while the block runs."""
         moves = [(True, *one) for one in out if len(one[0])] + [(False, *one) for one in into if len(one[0])]
-        works = self._links.start(moves)
+        works = self._links.start(moves) if moves else []
         yield
         for work, (send, data, peer) in zip(works, moves, strict=False):  # NCCL has one for all
             try:

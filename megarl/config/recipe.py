@@ -232,10 +232,7 @@ class DirectPublish(Section):
 
 class FullPublish(Section):
     type: Literal["full"]
-    """All ranks gather whole tensors; one that leads an engine sends it all of them, and the engine cuts them.
-
-    It needs a colocated placement.
-    """
+    """All ranks, colocated, gather whole tensors; one that leads an engine sends it all, and the engine cuts them."""
     bucket_mib: PositiveInt = 256
     """Size (MiB) of the parts in which weights are gathered."""
 

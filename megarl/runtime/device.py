@@ -34,12 +34,10 @@ class Links:
         self._group, self._device = group, device
 
     def start(self, moves: Sequence[tuple[bool, torch.Tensor, int]]) -> list[Work]:
-        """Send (True) each tensor to its rank, or receive it from there, all at once.
+        """Send (True) each tensor to its rank, or receive it from there: one or more, all at once.
 
         Returns what to wait for: one for each move, or one for all.
         """
-        if not moves:
-            return []
         group = self._group
         # NCCL would make a communicator for each two ranks, and have one exchange wait for the other
         together = group._get_backend(self._device).supports_coalescing

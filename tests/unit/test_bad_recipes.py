@@ -578,6 +578,44 @@ def test_a_dry_run_shows_where_the_experts_are(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [
+        (
+            "disaggregated",
+            ["", "", "engine 0 on ranks 2-3", "", "engine 1 on ranks 4-5", "reward engine served on rank 5"],
+        ),
+        (
+            "hybrid",
+            [
+                "engine 0 on ranks 0-1",
+                "",
+                "engine 1 on ranks 2-3",
+                "",
+                "engine 2 on ranks 4-5",
+                "reward engine served on rank 5",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_shows_who_trains_and_who_rolls_out(job: Path, kind: str, engines: list[str]) -> None:
+    overrides = [
+        "layout.tensor=2",
+        "rollout.tensor_parallel=2",
+        f"placement={{type: {kind}, train_ranks: 2}}",
+        "reward.sources.served={type: engine, model: {path: scorer}}",
+    ]
+    recipe = load_recipe(job / "rl.yaml", overrides)
+    shape = read_model_shape(recipe.model.path)
+    said = [line.split("; starts ") for line in describe_ranks(recipe, shape, world=6)]
+    assert [head.removesuffix("; coordinator") for head, *_ in said] == [
+        "rank 0: tensor 0/2, pipeline 0/1, data 0/1; layers 0-1, vocabulary rows 0-255",
+        "rank 1: tensor 1/2, pipeline 0/1, data 0/1; layers 0-1, vocabulary rows 256-511",
+        *(f"rank {rank}: does not train" for rank in range(2, 6)),
+    ]
+    assert ["".join(starts).removesuffix("; coordinator") for _, *starts in said] == engines
+
+
 def test_a_dry_run_names_all_models(job: Path) -> None:
     (job / "scorer").mkdir()
     scores = {"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "pad_token_id": 0}
