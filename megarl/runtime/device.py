@@ -39,7 +39,7 @@ class Links:
         Returns what to wait for: one for each move, or one for all.
         """
         group = self._group
-        # NCCL would make a communicator for each two ranks, and have one exchange wait for the other
+        # NCCL would else do one after the other, and two ranks that first send to each other wait for ever
         together = group._get_backend(self._device).supports_coalescing
         if together:
             group._start_coalescing(self._device)
