@@ -69,13 +69,13 @@ def init_process_groups(
             timeout=timedelta(seconds=deadline_s),
         )
     if train < control.world:
-        return Links(_group_of_all(control, store, device, timedelta(seconds=deadline_s)), device)
+        return Links(group_of_all(control, store, device, timedelta(seconds=deadline_s)), device)
     default = dist.group.WORLD
     assert default is not None
     return Links(default, device)
 
 
-def _group_of_all(control: ControlPlane, store: Store, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def group_of_all(control: ControlPlane, store: Store, device: torch.device, timeout: timedelta) -> ProcessGroup:
     """One that torch has no name for, since its named groups are all parts of the default one."""
     import torch.distributed as dist
 
