@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,10 +60,11 @@ class Rollouts:
         """
         # an engine that fails from now on is started anew with the new weights
         self._model, self._version = model, version
-        mode = self._recipe.mode
+        mode, began = self._recipe.mode, time.monotonic()
         if mode.max_lag and not mode.interrupt:
             self._wait(Drain, what=f"end of the rollouts before version {version}")
-        moved = self._fleet.publish(model, version)
+        waited_s = time.monotonic() - began
+        moved = self._fleet.publish(model, version) | {"publish/wait_s": waited_s}
         self._serve(published=version)
         if self._coordinator is not None and not self._recipe.takes_turns:
             self._coordinator.generate()
