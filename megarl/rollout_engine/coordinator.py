@@ -1,7 +1,7 @@
 """The coordinator: prompts in, scored groups out.
 
-It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given, from which
-rank 0 takes them. It imports neither torch nor megatron nor sglang, so its process starts in a second.
+It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given, which
+offers each step's to the ranks. It imports neither torch nor megatron nor sglang, so its process starts in a second.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError, Tally, len
 from megarl.rollout_engine.engine import EngineAddress, EngineTimeout
 from megarl.rollout_engine.handle import ENGINE_SHARE
 from megarl.rollout_engine.scheduler import POLICIES, Divided, Scheduler
-from megarl.types import Completion, Group, Prompt, Trajectory, WeightVersion
+from megarl.types import Completion, Group, Offer, Prompt, Trajectory, WeightVersion
 
 _SAMPLES_SHOWN = 16
 _PATIENCE_STEPS = 4
 
 
 class Queue(Protocol):
-    """Where finished groups go, and whole steps come out."""
+    """Where finished groups go, and whole steps are offered to ranks."""
 
     async def put(self, group: Group) -> None: ...
-    async def take(self, step: int) -> list[Group]: ...
+    async def take(self, step: int) -> Offer: ...
 
 
 class Coordinator:
@@ -138,8 +138,8 @@ class Coordinator:
         for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
             group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
             await self._queue.put(group)
-        groups = await self._queue.take(step)
-        return channel.Taken(groups, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
+        offer = await self._queue.take(step)
+        return channel.Taken(offer, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
 
     async def _generate(self, version: WeightVersion) -> tuple[list[Group], int]:
         """All groups of the step that trains `version`, and how many prompts were asked for them."""

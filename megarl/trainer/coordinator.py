@@ -26,7 +26,7 @@ from megarl.rollout_engine import (
     frame,
 )
 from megarl.runtime import child_command, child_environment
-from megarl.transfer_queue import TransferQueue
+from megarl.transfer_queue import QueueServer, TransferQueue
 
 TARGET = "megarl.trainer.coordinator:main"
 # A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
@@ -73,7 +73,9 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
         rewards = await stack.enter_async_context(pool)
         sampling = recipe.batch.sampling
         max_lag = sampling.max_lag if isinstance(sampling, FirstGroups) else 0
-        queue = TransferQueue(groups_per_step=recipe.batch.prompts, max_lag=max_lag)
+        groups = TransferQueue(groups_per_step=recipe.batch.prompts, max_lag=max_lag)
+        options = config["queue"] | {"run_dir": Path(config["queue"]["run_dir"])}
+        queue = await stack.enter_async_context(QueueServer(groups, **options))
         coordinator = Coordinator(
             recipe,
             connect,
