@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
 from megarl.rollout_engine.channel import Taken
 from megarl.rollout_engine.client import Chunk, Load
 from megarl.transfer_queue import TransferQueue
-from megarl.types import Completion, VersionSpan
+from megarl.types import Completion, Group, Offer, VersionSpan
 from tests.small_job import write_small_job
 
 PROMPTS, SAMPLES = 2, 4
@@ -61,6 +62,25 @@ class Rewards:
         return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (*_, answer) in enumerate(items)]
 
 
+class Queue(TransferQueue):
+    """Offers nothing, and keeps the groups."""
+
+    def __init__(self) -> None:
+        super().__init__(PROMPTS, max_lag=0)
+        self.steps: list[list[Group]] = []
+
+    async def take(self, step: int) -> Offer:  # type: ignore[override]
+        self.steps.append(await super().take(step))
+        return Offer(step, [], "", "", {})
+
+
+@dataclass(frozen=True)
+class Step:
+    groups: list[Group]
+    asked: int
+    metrics: dict[str, float]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_small_job(tmp_path_factory.mktemp("job"))
@@ -70,13 +90,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def take(
     job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False
-) -> tuple[list[Taken], Engine]:
+) -> tuple[list[Step], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, scorer, queue = Engine(False), Engine(hangs), TransferQueue(PROMPTS, max_lag=0)
+        engine, scorer, queue = Engine(False), Engine(hangs), Queue()
         engine.scored = scorer.scored
         rewards: Any = Rewards(hopeless)
         client: Any = engine
@@ -96,7 +116,8 @@ def take(
             await coordinator.dispatcher.close()
             return taken
 
-        return asyncio.run(run()), engine
+        taken = asyncio.run(run())
+        return [Step(groups, t.asked, t.metrics) for groups, t in zip(queue.steps, taken, strict=True)], engine
     finally:
         os.chdir(before)
 
@@ -120,7 +141,7 @@ async def finished(coordinator: Coordinator, step: int) -> Taken:
     return reply
 
 
-def rows(taken: Taken) -> list[int]:
+def rows(taken: Step) -> list[int]:
     return [int(group.prompt.answer) for group in taken.groups]
 
 
