@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import zmq
 
 from megarl.transfer_queue.service import Fetch, Keys
-from megarl.transfer_queue.shelf import FIELDS, Array
+from megarl.transfer_queue.shelf import FIELDS
 from megarl.types import GroupHeader, Offer
+
+Array = npt.NDArray[np.number]
 
 _FIRST_WAIT_SHARE = 1 / 128
 """Of the deadline, for an answer, before a request is repeated; then twice as long each time."""

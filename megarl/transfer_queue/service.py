@@ -20,7 +20,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from megarl.transfer_queue.counters import Counters
-from megarl.transfer_queue.shelf import Array, Shelf
+from megarl.transfer_queue.shelf import Shelf
 from megarl.types import Group, Offer
 
 
@@ -102,9 +102,9 @@ class QueueServer:
             client, *request = await self._socket.recv_multipart()
             error, arrays = self._answer(request)
             await self._socket.send_multipart([client, error.encode(), *arrays], copy=False)
-            self._counters.sent(sum(array.nbytes for array in arrays))
+            self._counters.sent(sum(map(len, arrays)))
 
-    def _answer(self, request: list[bytes]) -> tuple[str, list[Array]]:
+    def _answer(self, request: list[bytes]) -> tuple[str, list[bytes]]:
         try:
             (payload,) = request
             fetch = msgspec.msgpack.decode(payload, type=Fetch)

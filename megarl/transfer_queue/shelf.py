@@ -1,19 +1,15 @@
-"""Steps that were taken from the queue, as ranks fetch them: one array for each sequence and field."""
+"""Steps that were taken from the queue, as ranks fetch them: one row of bytes for each sequence and field."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
-
-import numpy as np
-import numpy.typing as npt
 
 from megarl.types import Group, GroupHeader, Trajectory, TrajectoryHeader
 
-Array = npt.NDArray[np.number]
-
-FIELDS = {"input_ids": np.dtype("<i4"), "engine_logprob": np.dtype("<f4")}
+FIELDS = {"input_ids": "<i", "engine_logprob": "<f"}
 """What can be fetched of a sequence: the tokens of prompt and response; the engine's log-probability (nats) of each
-token of the response. Little-endian, as they travel."""
+token of the response. With their types, as `struct` and numpy call them."""
 
 HELD_STEPS = 2
 """The one that is trained on, and the one that may be taken meanwhile."""
@@ -23,17 +19,17 @@ class Shelf:
     """The fields of all sequences of the last steps. A step's sequences count through its groups, from 0."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, list[dict[str, Array]]] = {}
+        self._steps: dict[int, list[dict[str, bytes]]] = {}
 
     def put(self, step: int, groups: Sequence[Group]) -> list[GroupHeader]:
         """Hold these for `step`, and steps further back than HELD_STEPS no more; returns their headers."""
-        fields = [[_fields(group, trajectory) for trajectory in group.trajectories] for group in groups]
+        fields = [_fields(group, trajectory) for group in groups for trajectory in group.trajectories]
         kept = {number: held for number, held in self._steps.items() if step - HELD_STEPS < number < step}
-        self._steps = {**kept, step: [held for part in fields for held in part]}
-        return [_header(group, part) for group, part in zip(groups, fields, strict=True)]
+        self._steps = {**kept, step: fields}
+        return [_header(group) for group in groups]
 
-    def read(self, step: int, wanted: Mapping[str, Sequence[int]]) -> list[Array]:
-        """The arrays of the sequences that are `wanted` of each field, in this order.
+    def read(self, step: int, wanted: Mapping[str, Sequence[int]]) -> list[bytes]:
+        """The values of the sequences that are `wanted` of each field, in this order.
 
         Raises ValueError: there is no such step, field or sequence.
         """
@@ -47,15 +43,16 @@ class Shelf:
         return [held[number][field] for field, numbers in wanted.items() for number in numbers]
 
 
-def _fields(group: Group, trajectory: Trajectory) -> dict[str, Array]:
-    values = {
+def _fields(group: Group, trajectory: Trajectory) -> dict[str, bytes]:
+    values: dict[str, Sequence[float]] = {
         "input_ids": group.prompt.input_ids + trajectory.output_ids,
         "engine_logprob": trajectory.engine_logprobs,
     }
-    return {field: np.array(values[field], dtype) for field, dtype in FIELDS.items()}
+    # in half the time that numpy takes to make an array of a list
+    return {field: struct.pack(f"<{len(values[field])}{kind[1]}", *values[field]) for field, kind in FIELDS.items()}
 
 
-def _header(group: Group, held: Sequence[Mapping[str, Array]]) -> GroupHeader:
+def _header(group: Group) -> GroupHeader:
     return GroupHeader(
         index=group.prompt.index,
         dataset=group.prompt.dataset,
@@ -63,17 +60,17 @@ def _header(group: Group, held: Sequence[Mapping[str, Array]]) -> GroupHeader:
         trajectories=[
             TrajectoryHeader(
                 length=len(trajectory.output_ids),
-                ending=_ending(fields["input_ids"]),
+                ending=_ending(group.prompt.input_ids + trajectory.output_ids),
                 versions=trajectory.versions,
                 finish_reason=trajectory.finish_reason,
                 scores=trajectory.scores,
             )
-            for trajectory, fields in zip(group.trajectories, held, strict=True)
+            for trajectory in group.trajectories
         ],
         greedy_scores=group.greedy_scores,
     )
 
 
-def _ending(ids: Array) -> tuple[int, int]:
-    others = np.flatnonzero(ids != ids[-1])
-    return int(ids[-1]), len(ids) - (int(others[-1]) + 1 if len(others) else 0)
+def _ending(ids: Sequence[int]) -> tuple[int, int]:
+    times = next((place for place, token in enumerate(reversed(ids)) if token != ids[-1]), len(ids))
+    return ids[-1], times
