@@ -23,6 +23,9 @@ from megarl.transfer_queue.counters import Counters
 from megarl.transfer_queue.shelf import Shelf
 from megarl.types import Group, Offer
 
+_IO_THREADS = 4
+"""They encrypt, each about half a gigabyte a second."""
+
 
 class Queue(Protocol):
     """Where groups wait for their step."""
@@ -56,7 +59,7 @@ class QueueServer:
         """Serve at the address `host` who has the secret of the public `client_key`; counters go to `run_dir`."""
         self._queue, self._run_dir = queue, run_dir
         self._shelf, self._counters = Shelf(), Counters()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.asyncio.Context(_IO_THREADS)
         self._door = self._context.socket(zmq.REP)
         self._client_key, keys = z85.decode(client_key), Keys.new()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import chain, takewhile
 
 from megarl.types import Group, GroupHeader, Trajectory, TrajectoryHeader
 
@@ -60,7 +61,7 @@ def _header(group: Group) -> GroupHeader:
         trajectories=[
             TrajectoryHeader(
                 length=len(trajectory.output_ids),
-                ending=_ending(group.prompt.input_ids + trajectory.output_ids),
+                ending=_ending(group.prompt.input_ids, trajectory.output_ids),
                 versions=trajectory.versions,
                 finish_reason=trajectory.finish_reason,
                 scores=trajectory.scores,
@@ -71,6 +72,7 @@ def _header(group: Group) -> GroupHeader:
     )
 
 
-def _ending(ids: Sequence[int]) -> tuple[int, int]:
-    times = next((place for place, token in enumerate(reversed(ids)) if token != ids[-1]), len(ids))
-    return ids[-1], times
+def _ending(prompt: Sequence[int], response: Sequence[int]) -> tuple[int, int]:
+    backwards = chain(reversed(response), reversed(prompt))
+    last = next(backwards)
+    return last, 1 + sum(1 for _ in takewhile(lambda token: token == last, backwards))
