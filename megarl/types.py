@@ -46,6 +46,18 @@ class Completion(msgspec.Struct):
     finish_reason: FinishReason
     versions: list[VersionSpan]
 
+    def extend(self, chunk: Completion) -> None:
+        """Add what came after; the spans of `chunk` count from its first token."""
+        offset = len(self.output_ids)
+        self.output_ids += chunk.output_ids
+        self.logprobs += chunk.logprobs
+        self.finish_reason = chunk.finish_reason
+        for span in chunk.versions:
+            start = offset + span.start
+            if self.versions and self.versions[-1].version == span.version:
+                start = self.versions.pop().start
+            self.versions.append(VersionSpan(span.version, start, offset + span.end))
+
 
 class Trajectory(msgspec.Struct):
     """One response. `engine_logprobs` are the engine's, in nats, one for each output token.

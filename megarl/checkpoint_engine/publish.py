@@ -8,6 +8,7 @@ changes and it goes on. One that fails on the way stays paused and is named in t
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -55,12 +56,14 @@ class EngineTarget(Protocol):
 class Published:
     """The outcome, the same on every rank: what is wrong with engines, by number.
 
-    `nbytes` came for all of them, of `planned` that their weights have.
+    `nbytes` came for all of them, of `planned` that their weights have. Engines did nothing else for `stall_s` seconds,
+    as this rank saw it.
     """
 
     failed: dict[int, str]
     nbytes: int
     planned: int
+    stall_s: float
 
 
 class Publisher:
@@ -177,6 +180,7 @@ class _Update:
         self._loading.set_result("")
         handles = control.allgather([slot.handle for slot in slots], list[bytes], what=self._what("memory"))
         self._handles = [[handles[one][i] for one in team] for i in range(_SLOTS)]
+        self._began = time.monotonic()
         self._ask(methodcaller("begin_update"))
 
     def direct(self, source: ShardSource, amount: Amount) -> None:
@@ -209,7 +213,7 @@ class _Update:
         self._meet("answers")
         self._ask(methodcaller("end_update", self._version))
         nbytes, planned = self._meet("end")
-        return Published(self._failed, nbytes, planned)
+        return Published(self._failed, nbytes, planned, time.monotonic() - self._began)
 
     def close(self) -> None:
         # after an error the engine may take long to answer, and nobody waits for that

@@ -12,7 +12,6 @@ from megarl.config.recipe import (
     AnyRecipe,
     Critic,
     DirectPublish,
-    FirstGroups,
     InformativeGroups,
     Layout,
     RlRecipe,
@@ -28,7 +27,7 @@ def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
-        problems += [*_algorithm(recipe), *_groups(recipe), *_reward(recipe)]
+        problems += [*_algorithm(recipe), *_groups(recipe), *_mode(recipe), *_reward(recipe)]
     if not problems:
         problems += _batch(recipe, data=world // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
@@ -185,10 +184,31 @@ def _groups(recipe: RlRecipe) -> list[str]:
             f"rollout.chunk_tokens: {recipe.rollout.policy} has whole responses generated; leave it out, or use context"
             " or divided"
         )
-    if isinstance(sampling, FirstGroups) and not batch.prompts < sampling.ask <= 2 * batch.prompts:
+    return problems
+
+
+def _mode(recipe: RlRecipe) -> list[str]:
+    mode, prompts, problems = recipe.mode, recipe.batch.prompts, []
+    most = (mode.max_lag + 1) * prompts
+    if not prompts <= recipe.most_groups <= most:
         problems.append(
-            f"batch.sampling.ask: {sampling.ask} prompts under way, of which a step takes batch.prompts"
-            f" ({batch.prompts}); use more than that, and at most twice as many, so that what is left can be taken next"
+            f"mode.ask: {mode.ask} groups at once; use at least batch.prompts ({prompts}), which a step takes, and at"
+            f" most (max_lag + 1) x batch.prompts ({most}), so that none becomes too old"
+        )
+    if mode.interrupt and not mode.max_lag:
+        problems.append(
+            "mode.interrupt: with max_lag 0 all responses are finished when the weights change; leave it out, or set"
+            " mode.max_lag"
+        )
+    if mode.max_lag and not mode.interrupt and recipe.takes_turns:
+        problems.append(
+            "mode.interrupt: where rollouts and training take turns on the same ranks, responses that are under way"
+            " wait while the weights change; set mode.interrupt=true, or max_lag=0"
+        )
+    if mode.max_lag and isinstance(recipe.batch.sampling, InformativeGroups):
+        problems.append(
+            "batch.sampling: a step that looks for informative groups asks for them itself; use type all with"
+            " mode.max_lag, or max_lag 0"
         )
     return problems
 

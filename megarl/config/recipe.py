@@ -159,13 +159,20 @@ class InformativeGroups(Section):
     """Prompts asked at a time, batch.prompts or more: over-sampling, which needs fewer waves; none: batch.prompts."""
 
 
-class FirstGroups(Section):
-    type: Literal["first"]
-    """Partial rollouts: a step takes the first groups that are finished; the others go on in the next step."""
-    ask: PositiveInt
-    """Prompts that are under way at once: more than batch.prompts, and at most twice as many."""
-    max_lag: PositiveInt = 1
-    """Versions of the weights that the oldest token of a group may lag behind; a step waits for those at the limit."""
+class Mode(Section):
+    """How far rollouts may run ahead of training: synchronous, one step off, or asynchronous."""
+
+    max_lag: NonNegativeInt = 0
+    """Versions by which the oldest token of a group may lag behind the weights that learn from it; 0: synchronous."""
+    interrupt: bool = False
+    """Responses under way go on with new weights when these come; else they are finished first, and training waits."""
+    ask: PositiveInt | None = None
+    """Most groups under way, waiting or in training at once; none: (max_lag + 1) x batch.prompts."""
+
+
+class Journal(Section):
+    sync: Literal["always", "group", "never"] = "group"
+    """What is on disk before it counts, should a node die: every chunk of a response, finished groups, or nothing."""
 
 
 class RlBatch(Section):
@@ -173,8 +180,8 @@ class RlBatch(Section):
     """Prompts in one step; each makes one group."""
     group_size: PositiveInt
     """Samples of each prompt; 2 or more with the advantages that compare them."""
-    sampling: AllGroups | InformativeGroups | FirstGroups = Field(default=AllGroups(), discriminator="type")
-    """Which groups a step takes."""
+    sampling: AllGroups | InformativeGroups = Field(default=AllGroups(), discriminator="type")
+    """Which groups are worth a step."""
     max_tokens_per_rank: PositiveInt = 8192
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
@@ -317,8 +324,12 @@ class RlRecipe(Stage):
     """The problems."""
     batch: RlBatch
     """How many samples a step takes."""
+    mode: Mode = Mode()
+    """How far rollouts may run ahead of training."""
     rollout: Rollout
     """The engines and how they sample."""
+    journal: Journal = Journal()
+    """The record of rollouts in the run directory, from which a run that ended goes on."""
     publish: Publish = Field(default=DirectPublish(), discriminator="type")
     """How new weights reach the engines."""
     reward: Reward
@@ -334,6 +345,16 @@ class RlRecipe(Stage):
     def sequences(self) -> int:
         """Sequences in one step."""
         return self.batch.prompts * self.batch.group_size
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether rollouts wait while the model trains, on the same ranks."""
+        return True
+
+    @property
+    def most_groups(self) -> int:
+        """Groups that are under way, waiting or in training at once, at most."""
+        return self.mode.ask or (self.mode.max_lag + 1) * self.batch.prompts
 
     @property
     def engine_dtype(self) -> Literal["float32", "bfloat16"]:

@@ -4,7 +4,19 @@
 imports megatron.
 """
 
-from megarl.rollout_engine.channel import Evaluate, Evaluation, Failed, Lost, Sample, Take, Taken, Waiting, frame
+from megarl.rollout_engine.channel import (
+    Drain,
+    Drained,
+    Evaluate,
+    Evaluation,
+    Failed,
+    Lost,
+    Sample,
+    Take,
+    Taken,
+    Waiting,
+    frame,
+)
 from megarl.rollout_engine.client import EngineClient, EngineLost, ScoreClient
 from megarl.rollout_engine.coordinator import Coordinator, make_scheduler
 from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError
@@ -18,6 +30,8 @@ __all__ = [
     "CoordinatorError",
     "CoordinatorHandle",
     "Dispatcher",
+    "Drain",
+    "Drained",
     "Engine",
     "EngineAddress",
     "EngineClient",

@@ -15,23 +15,33 @@ HEADER = struct.Struct("!Q")
 class Serve(msgspec.Struct, tag=True):
     """Ask these engines, by number, from now on; all hold the same version of the weights. No reply.
 
-    `published` says that it is a new version, with which goes on what was held.
+    `published` is a new version, with which goes on what was held.
     """
 
     engines: dict[int, EngineAddress]
-    published: bool
+    published: WeightVersion | None
 
 
 class Generate(msgspec.Struct, tag=True):
-    """The engines hold `version`: generate what it should train on. No reply."""
-
-    version: WeightVersion
+    """Ask for as many groups as the version allows that was published last. No reply."""
 
 
 class Take(msgspec.Struct, tag=True):
     """The groups of `step` are wanted. Reply: Taken, or after so many seconds Waiting; then ask again."""
 
     step: int
+    wait_s: float
+
+
+class Saved(msgspec.Struct, tag=True):
+    """A checkpoint has `step` finished steps. No reply."""
+
+    step: int
+
+
+class Drain(msgspec.Struct, tag=True):
+    """Finish all groups that are under way. Reply: Drained, or after so many seconds Waiting; then ask again."""
+
     wait_s: float
 
 
@@ -65,6 +75,10 @@ class Taken(msgspec.Struct, tag=True):
     reward_crashes: int
 
 
+class Drained(msgspec.Struct, tag=True):
+    """No group is under way."""
+
+
 class Sample(msgspec.Struct):
     """One answer to one held-out problem, and what the row's first rule says of it."""
 
@@ -89,8 +103,8 @@ class Failed(msgspec.Struct, tag=True):
     cause: str
 
 
-Request = Serve | Generate | Take | Evaluate
-Reply = Taken | Evaluation | Waiting | Failed
+Request = Serve | Generate | Saved | Take | Drain | Evaluate
+Reply = Taken | Drained | Evaluation | Waiting | Failed
 
 encode = msgspec.msgpack.encode
 decode_request = msgspec.msgpack.Decoder(Request).decode

@@ -1,7 +1,7 @@
 """The coordinator: prompts in, scored groups out.
 
-It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given, which
-offers each step's to the ranks. It imports neither torch nor megatron nor sglang, so its process starts in a second.
+It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given. Each
+step's are offered to the ranks. It imports neither torch nor megatron nor sglang, so its process starts in a second.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
-from megarl.config import AllGroups, FirstGroups, InformativeGroups, RemaxAdvantage, RlRecipe
+from megarl.config import InformativeGroups, RemaxAdvantage, RlRecipe
 from megarl.data import PromptSet, load_tokenizer
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import channel
@@ -32,10 +30,15 @@ _PATIENCE_STEPS = 4
 
 
 class Queue(Protocol):
-    """Where finished groups go, and whole steps are offered to ranks."""
+    """Where finished groups go, and whole steps come out."""
 
-    async def put(self, group: Group) -> None: ...
-    async def take(self, step: int) -> Offer: ...
+    def publish(self, version: WeightVersion) -> None: ...
+    def admit(self) -> list[int]: ...
+    def begun(self, row: int) -> dict[int, Completion]: ...
+    def extend(self, row: int, sample: int, start: int, tokens: Completion) -> None: ...
+    async def put(self, row: int, group: Group) -> None: ...
+    def take(self, step: int) -> list[Group] | None: ...
+    async def saved(self, step: int) -> None: ...
 
 
 class Coordinator:
@@ -48,15 +51,17 @@ class Coordinator:
         rewards: RewardPool,
         scorers: dict[str, ScoreClient],
         queue: Queue,
+        offer: Callable[[int, list[Group]], Awaitable[Offer]],
         *,
         max_positions: int,
         failed_requests: Path,
     ) -> None:
         """`connect` gives the client of an engine; `scorers` are those of reward models' engines, by reward source.
 
-        Requests with which engines died are written to the file `failed_requests`.
+        `offer` makes a step's groups ready for the ranks that train. Requests with which engines died are written to
+        the file `failed_requests`.
         """
-        self._recipe, self._rewards, self._scorers, self._queue = recipe, rewards, scorers, queue
+        self._recipe, self._rewards, self._scorers, self._queue, self._offer = recipe, rewards, scorers, queue, offer
         self._tokenizer = load_tokenizer(recipe.model.path)
         rollout = recipe.rollout
         room = {"max_positions": max_positions, "max_new_tokens": rollout.max_new_tokens}
@@ -67,12 +72,11 @@ class Coordinator:
         longest = max(self._train.longest, self._test.longest) + rollout.max_new_tokens
         stall_s = min(rollout.stall_s, recipe.runtime.deadline_s / 2)
         self.dispatcher = Dispatcher(make_scheduler(recipe), stall_s=stall_s, needed_tokens=longest)
-        self._generation: asyncio.Task[tuple[list[Group], int]] | None = None
-        self._under_way: dict[asyncio.Task[Group], WeightVersion] = {}
+        self._under_way: set[asyncio.Task[None]] = set()
         self._work: asyncio.Task[channel.Reply] | None = None
         self._progress_at = time.monotonic()
         self._lengths: dict[int, int] = {}  # of the longest response, by row of the data
-        self._next_row = self._replaced = 0
+        self._asked = self._replaced = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer rank 0's requests, one after the other, until it hangs up."""
@@ -86,9 +90,15 @@ class Coordinator:
             match request:
                 case channel.Serve(engines=engines, published=published):
                     clients = {number: await self._connect(address) for number, address in engines.items()}
-                    await self.dispatcher.serve(clients, resume=published)
-                case channel.Generate(version=version):
-                    self.generate(version)
+                    if published is not None:
+                        self._queue.publish(published)
+                    await self.dispatcher.serve(clients, resume=published is not None)
+                case channel.Generate():
+                    self.generate()
+                case channel.Saved(step=step):
+                    await self._queue.saved(step)
+                case channel.Drain(wait_s=wait_s):
+                    writer.write(channel.frame(await self.within(wait_s, self._drain)))
                 case channel.Take(step=step, wait_s=wait_s):
                     writer.write(channel.frame(await self.within(wait_s, functools.partial(self.take, step))))
                 case channel.Evaluate(wait_s=wait_s):
@@ -117,83 +127,77 @@ class Coordinator:
             )
         return channel.Waiting(self.dispatcher.take_lost())
 
-    def generate(self, version: WeightVersion) -> None:
-        """The engines hold `version`; begin what the step trains on."""
-        self.dispatcher.begin_step(going_on=bool(self._under_way))
-        self._generation = asyncio.create_task(self._generate(version))
+    def generate(self) -> None:
+        """Begin the groups that may be asked now."""
+        if self._recipe.takes_turns:
+            self.dispatcher.begin_step(going_on=bool(self._under_way))
+        rows = self._queue.admit()
+        if rows and isinstance(self._recipe.batch.sampling, InformativeGroups):
+            self._under_way.add(asyncio.create_task(self._fill_informative(rows, self._recipe.batch.sampling)))
+        else:
+            self._asked += len(rows)
+            self._under_way.update(asyncio.create_task(self._fill(row)) for row in rows)
 
     async def take(self, step: int) -> channel.Taken:
-        """The groups of `step`, which `generate` has begun."""
-        assert self._generation is not None, "take before generate"
-        taken, asked = await self._generation
-        if self._under_way:
+        """The groups of `step`, when enough are there."""
+        while (groups := self._queue.take(step)) is None:
+            await self._settle()
+        if self._under_way and self._recipe.takes_turns:
             await self.dispatcher.hold()
-        prompts, metrics = self._recipe.batch.prompts, self.dispatcher.metrics()
-        if isinstance(self._recipe.batch.sampling, FirstGroups):
-            trajectories = [trajectory for group in taken for trajectory in group.trajectories]
+        asked, self._asked = self._asked, 0
+        metrics = self.dispatcher.metrics()
+        if self._recipe.mode.max_lag:
+            trajectories = [trajectory for group in groups for trajectory in group.trajectories]
             lengths = [len(trajectory.output_ids) for trajectory in trajectories]
             metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
             metrics |= staleness_metrics(trajectories, step)
         self.dispatcher.tally = Tally()  # what comes until the next step begins is the next one's
-        for place, group in enumerate(sorted(taken, key=lambda group: group.prompt.index)):
-            group.prompt = msgspec.structs.replace(group.prompt, index=step * prompts + place)
-            await self._queue.put(group)
-        offer = await self._queue.take(step)
+        offer = await self._offer(step, groups)
         return channel.Taken(offer, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
 
-    async def _generate(self, version: WeightVersion) -> tuple[list[Group], int]:
-        """All groups of the step that trains `version`, and how many prompts were asked for them."""
-        prompts = self._recipe.batch.prompts
-        # a step has rows of its own, whatever others needed: so a resumed run asks what it would have asked
-        match self._recipe.batch.sampling:
-            case AllGroups():
-                return await self._groups(version * prompts, prompts), prompts
-            case InformativeGroups(waves=waves, ask=ask):
-                return await self._informative_groups(version, waves, ask or prompts)
-            case FirstGroups(ask=ask, max_lag=max_lag):
-                return await self._first_groups(version, ask, max_lag)
+    async def _drain(self) -> channel.Drained:
+        while self._under_way:
+            await self._settle()
+        return channel.Drained()
 
-    async def _informative_groups(self, version: WeightVersion, waves: int, ask: int) -> tuple[list[Group], int]:
-        prompts, asked = self._recipe.batch.prompts, 0
+    async def _settle(self) -> None:
+        """Wait until something that is under way ends; an engine's failure surfaces here."""
+        assert self._under_way, "a step waits for groups, and none is under way"
+        done, self._under_way = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
+    async def _fill(self, row: int) -> None:
+        extend = functools.partial(self._queue.extend, row)
+        await self._queue.put(row, await self._group(row, begun=self._queue.begun(row), report=extend))
+
+    async def _fill_informative(self, rows: list[int], sampling: InformativeGroups) -> None:
+        """All groups of a step; it has data of its own, whatever others needed, so that a resumed run asks the same."""
+        waves, ask, asked = sampling.waves, sampling.ask or len(rows), 0
+        first = rows[0] // len(rows) * waves * ask
         taken: list[Group] = []
         passed_over: list[Group] = []
-        while len(taken) < prompts and asked < waves * ask:
-            for group in await self._groups(version * waves * ask + asked, ask):
-                (taken if self._is_informative(group) else passed_over).append(group)
+        while len(taken) < len(rows) and asked < waves * ask:
+            for group in await self._groups(first + asked, ask):
+                (taken if self._is_informative(group, sampling) else passed_over).append(group)
             asked += ask
-        return [*taken, *passed_over][:prompts], asked
-
-    async def _first_groups(self, version: WeightVersion, ask: int, max_lag: int) -> tuple[list[Group], int]:
-        """The first that are finished, and all that would be too old at the next step; the rest stays under way."""
-        prompts, new = self._recipe.batch.prompts, ask - len(self._under_way)
-        self._next_row = max(self._next_row, version * prompts)
-        for row in range(self._next_row, self._next_row + new):
-            self._under_way[asyncio.create_task(self._group(row))] = version
-        self._next_row += new
-        overdue = {task for task, asked_at in self._under_way.items() if version - asked_at >= max_lag}
-        await asyncio.gather(*overdue)
-        finished = {task for task in self._under_way if task.done()}
-        while len(finished) < prompts:
-            done, _ = await asyncio.wait(self._under_way.keys() - finished, return_when=asyncio.FIRST_COMPLETED)
-            finished |= done
-        # of several that finished at once, the older ones: there are no more overdue ones than prompts
-        chosen = sorted(finished, key=lambda task: (task not in overdue, self._under_way[task]))[:prompts]
-        for task in chosen:
-            del self._under_way[task]
-        return [task.result() for task in chosen], new
+        self._asked += asked
+        chosen = sorted([*taken, *passed_over][: len(rows)], key=lambda group: group.prompt.index)
+        for row, group in zip(rows, chosen, strict=True):
+            await self._queue.put(row, group)
 
     async def _groups(self, first: int, count: int) -> list[Group]:
         return await _all(self._group(row) for row in range(first, first + count))
 
-    async def _group(self, row: int) -> Group:
+    async def _group(self, row: int, **going_on: Any) -> Group:
         """That of a row of the data; or, where engines die of it, of another, from the data's end."""
         while True:
             try:
-                return await self._answered(self._train[row])
+                return await self._answered(self._train[row], **going_on)
             except PoisonedError as error:
                 await asyncio.to_thread(self._save_failed, self._train[row], error)
                 self._replaced += 1
-                row = -self._replaced
+                row, going_on = -self._replaced, {}
 
     def _save_failed(self, prompt: Prompt, error: PoisonedError) -> None:
         text = self._tokenizer.decode(error.token_ids)
@@ -201,10 +205,11 @@ class Coordinator:
         with self._failed_requests.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    async def _answered(self, prompt: Prompt) -> Group:
+    async def _answered(self, prompt: Prompt, **going_on: Any) -> Group:
         size, temperature = self._recipe.batch.group_size, self._recipe.rollout.temperature
         row = prompt.index % len(self._train)
-        asked = [self._sample(prompt, samples=size, temperature=temperature, expected=self._lengths.get(row))]
+        expected = self._lengths.get(row)
+        asked = [self._sample(prompt, samples=size, temperature=temperature, expected=expected, **going_on)]
         if isinstance(self._recipe.algorithm.advantage, RemaxAdvantage):
             asked.append(self._sample(prompt, samples=1, temperature=0.0))
         sampled, *greedy = await _all(asked)
@@ -214,11 +219,8 @@ class Coordinator:
             group.greedy_scores = (await self._score(prompt, greedy[0]))[0].scores
         return group
 
-    def _is_informative(self, group: Group) -> bool:
+    def _is_informative(self, group: Group, sampling: InformativeGroups) -> bool:
         """Whether a step takes the group while it has others to choose from."""
-        sampling = self._recipe.batch.sampling
-        if not isinstance(sampling, InformativeGroups):
-            return True
         right = sum(self._judged(group.prompt, t) > 0 for t in group.trajectories) / len(group.trajectories)
         return sampling.low < right < sampling.high
 
@@ -251,16 +253,15 @@ class Coordinator:
             ],
         )
 
-    async def _sample(
-        self, prompt: Prompt, *, samples: int, temperature: float, expected: int | None = None
-    ) -> list[Completion]:
+    async def _sample(self, prompt: Prompt, *, samples: int, temperature: float, **options: Any) -> list[Completion]:
+        """Options are those of `Dispatcher.respond`."""
         return await self.dispatcher.respond(
             prompt.input_ids,
             samples=samples,
             temperature=temperature,
             max_new_tokens=self._recipe.rollout.max_new_tokens,
             stop_token=self._tokenizer.eos_token_id,
-            expected=expected,
+            **options,
         )
 
     async def _score(

@@ -11,14 +11,15 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from megarl.rollout_engine.channel import Lost
 from megarl.rollout_engine.client import Chunk, EngineClient, EngineLost, Load
 from megarl.rollout_engine.engine import EngineAddress, EngineError
 from megarl.rollout_engine.scheduler import Context, Request, Scheduler
-from megarl.types import Completion, VersionSpan
+from megarl.types import Completion
 
 _TAIL = 0.9
 _LOOKS_PER_STALL = 8
@@ -39,20 +40,13 @@ class Response(Request):
     input_ids: list[int]
     temperature: float
     stop_token: int
+    report: Callable[[int, Completion], None]
     so_far: Completion = field(default_factory=lambda: Completion([], [], "length", []))
     done: asyncio.Future[Completion] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
-    def extend(self, chunk: Completion) -> None:
-        whole, offset = self.so_far, len(self.so_far.output_ids)
-        whole.output_ids += chunk.output_ids
-        whole.logprobs += chunk.logprobs
-        whole.finish_reason = chunk.finish_reason
-        for span in chunk.versions:
-            if whole.versions and whole.versions[-1].version == span.version:
-                last = whole.versions.pop()
-                whole.versions.append(VersionSpan(span.version, last.start, offset + span.end))
-            else:
-                whole.versions.append(VersionSpan(span.version, offset + span.start, offset + span.end))
+    @property
+    def ended(self) -> bool:
+        return self.so_far.finish_reason == "stop" or len(self.so_far.output_ids) >= self.limit
 
 
 @dataclass
@@ -157,25 +151,41 @@ class Dispatcher:
         max_new_tokens: int,
         stop_token: int,
         expected: int | None = None,
+        begun: Mapping[int, Completion] = MappingProxyType({}),
+        report: Callable[[int, int, Completion], None] = lambda *_: None,
     ) -> list[Completion]:
         """`samples` responses to one prompt; `expected` is their length, if one is.
 
-        Raises PoisonedError, or EngineError: an engine refused.
+        Samples that were `begun` before go on. `report` is given each chunk: its sample, its first token's place in the
+        response, and its tokens. Raises PoisonedError, or EngineError: an engine refused.
         """
         responses = [
             Response(
-                len(input_ids), max_new_tokens, input_ids=input_ids, temperature=temperature, stop_token=stop_token
+                len(input_ids),
+                max_new_tokens,
+                input_ids=input_ids,
+                temperature=temperature,
+                stop_token=stop_token,
+                report=functools.partial(report, sample),
             )
-            for _ in range(samples)
+            for sample in range(samples)
         ]
-        group = self.scheduler.add(responses, expected=expected)
-        self._open.update(responses)
+        for sample, so_far in begun.items():
+            response = responses[sample]
+            response.so_far.extend(so_far)
+            response.generated = len(response.so_far.output_ids)
+            if response.ended:
+                response.done.set_result(response.so_far)
+        unfinished = [response for response in responses if not response.done.done()]
+        group = self.scheduler.add(unfinished, expected=expected) if unfinished else None
+        self._open.update(unfinished)
         self._pump_soon()
         try:
             return list(await asyncio.gather(*(response.done for response in responses)))
         finally:
-            self._open.difference_update(responses)
-            self.scheduler.withdraw(group)
+            self._open.difference_update(unfinished)
+            if group is not None:
+                self.scheduler.withdraw(group)
 
     def begin_step(self, *, going_on: bool) -> None:
         """Its time counts from now. What ended since the last step is its own only if that step was `going_on`."""
@@ -254,12 +264,11 @@ class Dispatcher:
             return  # it was given up, and the chunk runs elsewhere
         self.progress_at = time.monotonic()
         self.tally.add(number, chunk, len(asked))
-        response.extend(chunk.completion)
-        new = len(chunk.completion.output_ids)
-        ended = chunk.completion.finish_reason == "stop" or response.generated + new >= response.limit
+        response.report(len(response.so_far.output_ids), chunk.completion)
+        response.so_far.extend(chunk.completion)
         unwanted = response.done.done()
-        self.scheduler.finished(response, new, done=ended or unwanted)
-        if ended and not unwanted:
+        self.scheduler.finished(response, len(chunk.completion.output_ids), done=response.ended or unwanted)
+        if response.ended and not unwanted:
             self.tally.finished.append((self.progress_at, len(response.so_far.output_ids)))
             response.done.set_result(response.so_far)
         self._pump()

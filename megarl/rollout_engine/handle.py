@@ -12,6 +12,7 @@ from megarl.config import RlRecipe
 from megarl.rollout_engine import channel
 from megarl.rollout_engine.engine import EngineAddress
 from megarl.runtime import Guard, start_child
+from megarl.types import WeightVersion
 
 # Shares of runtime.deadline_s: who waits for whom gives up first from the inside out, so that the error names the one
 # that hangs. Ranks that wait for rank 0 have all of it.
@@ -38,6 +39,7 @@ class CoordinatorHandle:
         guard: Guard,
         log: Path,
         failed_requests: Path,
+        journal: Path,
     ) -> None:
         """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends.
 
@@ -52,6 +54,7 @@ class CoordinatorHandle:
             "queue": queue,
             "max_positions": max_positions,
             "failed_requests": str(failed_requests),
+            "journal": str(journal),
             "channel_fd": theirs.fileno(),
         }
         with theirs:
@@ -64,15 +67,19 @@ class CoordinatorHandle:
             )
         guard.watch(self.child)
 
-    def serve(self, engines: dict[int, EngineAddress], *, published: bool) -> None:
-        """Requests go to these engines, by number, from now on; `published`: with a new version of the weights."""
+    def serve(self, engines: dict[int, EngineAddress], *, published: WeightVersion | None) -> None:
+        """Requests go to these engines, by number, from now on; `published` is a new version that they have."""
         self._send(channel.Serve(engines, published))
 
-    def generate(self, version: int) -> None:
-        """The engines hold `version`: its rollouts may start."""
-        self._send(channel.Generate(version))
+    def generate(self) -> None:
+        """Rollouts may start, as many as the version allows that was published last."""
+        self._send(channel.Generate())
 
-    def ask(self, request: channel.Take | channel.Evaluate) -> channel.Taken | channel.Evaluation | channel.Waiting:
+    def saved(self, step: int) -> None:
+        """A checkpoint has `step` finished steps."""
+        self._send(channel.Saved(step))
+
+    def ask(self, request: channel.Take | channel.Drain | channel.Evaluate) -> channel.Reply:
         """What was asked for, or that it is not there yet."""
         self._send(request)
         self._socket.settimeout(self._deadline_s)

@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from megarl.config import FirstGroups, RewardHead, RlRecipe, read_model_shape
+from megarl.config import RewardHead, RlRecipe, read_model_shape
 from megarl.data import DataError
 from megarl.rewards import RewardPool
 from megarl.rollout_engine import (
@@ -26,7 +26,7 @@ from megarl.rollout_engine import (
     frame,
 )
 from megarl.runtime import child_command, child_environment
-from megarl.transfer_queue import QueueServer, TransferQueue
+from megarl.transfer_queue import JournalError, QueueServer, TransferQueue
 
 TARGET = "megarl.trainer.coordinator:main"
 # A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
@@ -43,7 +43,7 @@ def main() -> None:
     except Exception as error:
         if isinstance(error, EngineError) and not isinstance(error, EngineTimeout):
             time.sleep(_LET_THE_ENGINE_SPEAK_S)
-        known = isinstance(error, EngineError | DataError)
+        known = isinstance(error, EngineError | DataError | JournalError)
         cause = str(error) if known else traceback.format_exc()
         connection.setblocking(True)
         connection.sendall(frame(Failed(cause)))
@@ -71,17 +71,24 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
             scorers[name] = await stack.enter_async_context(scorer)
         pool = RewardPool(recipe.reward, child_command("megarl.rewards.worker:main"), child_environment())
         rewards = await stack.enter_async_context(pool)
-        sampling = recipe.batch.sampling
-        max_lag = sampling.max_lag if isinstance(sampling, FirstGroups) else 0
-        groups = TransferQueue(groups_per_step=recipe.batch.prompts, max_lag=max_lag)
+        queue = TransferQueue(
+            recipe.batch.prompts,
+            max_lag=recipe.mode.max_lag,
+            ask=recipe.most_groups,
+            steps=recipe.steps,
+            directory=Path(config["journal"]),
+            sync=recipe.journal.sync,
+        )
+        stack.push_async_callback(queue.close)
         options = config["queue"] | {"run_dir": Path(config["queue"]["run_dir"])}
-        queue = await stack.enter_async_context(QueueServer(groups, **options))
+        server = await stack.enter_async_context(QueueServer(queue.counters, **options))
         coordinator = Coordinator(
             recipe,
             connect,
             rewards,
             scorers,
             queue,
+            server.offer,
             max_positions=config["max_positions"],
             failed_requests=Path(config["failed_requests"]),
         )

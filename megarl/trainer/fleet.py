@@ -116,7 +116,7 @@ class Fleet:
         self.serving |= {number: address for number, address in told if number is not None and address is not None}
         self._replace(found.failed)
         moved = {"publish/gb": found.nbytes / 1e9, "publish/sent_fraction": found.nbytes / max(found.planned, 1)}
-        return moved | {"publish/engines_failed": float(len(found.failed))}
+        return moved | {"publish/stall_s": found.stall_s, "publish/engines_failed": float(len(found.failed))}
 
     def _replace(self, failed: Mapping[int, str]) -> None:
         """Start these anew, where they are led; what was wrong is said once."""

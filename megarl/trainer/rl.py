@@ -63,6 +63,7 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
             rollouts.evaluate(done)
         if stop or checkpoint_is_due(recipe, done):
             save(job, recipe, model, done, critic=critic, kl_coefficient=kl_coefficient)
+            rollouts.saved(done)
         if stop:
             exports.wait()
             LOGGER.info("asked to stop: the run ends after step %d; --resume continues it", done)

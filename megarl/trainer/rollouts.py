@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from megarl.config import RlRecipe
 from megarl.observe import EVALUATIONS_FILE
-from megarl.rollout_engine import COORDINATOR_SHARE, CoordinatorHandle, Evaluate, Evaluation, Take, Taken, Waiting
+from megarl.rollout_engine import (
+    COORDINATOR_SHARE,
+    CoordinatorHandle,
+    Drain,
+    Drained,
+    Evaluate,
+    Evaluation,
+    Take,
+    Taken,
+    Waiting,
+)
 from megarl.runtime import LOGGER, node_address
 from megarl.trainer.coordinator import TARGET
 from megarl.trainer.fleet import Fleet
@@ -46,6 +59,7 @@ class Rollouts:
                 guard=job.guard,
                 log=job.run.logs / "coordinator.log",
                 failed_requests=job.run.path / "failed_requests.jsonl",
+                journal=_journal(job, recipe),
             )
 
     def wait_healthy(self) -> None:
@@ -54,20 +68,31 @@ class Rollouts:
 
     def publish(self, model: ModelEngine, version: WeightVersion) -> dict[str, float]:
         """From now on the engines answer with the model's present weights; returns what is logged."""
+        # an engine that fails from now on is started anew with the new weights
         self._model, self._version = model, version
+        mode = self._recipe.mode
+        if mode.max_lag and not mode.interrupt:
+            self._wait(Drain, what=f"end of the rollouts before version {version}")
         moved = self._fleet.publish(model, version)
-        self._serve(published=True)
+        self._serve(published=version)
+        if self._coordinator is not None and not self._recipe.takes_turns:
+            self._coordinator.generate()
         return moved
 
     def take(self, step: int) -> tuple[Delivery, dict[str, Any]]:
         """Generate and wait for the groups of `step`; and rank 0's counts."""
         if self._coordinator is not None:
-            self._coordinator.generate(self._version)
+            self._coordinator.generate()
         taken = self._wait(lambda wait_s: Take(step, wait_s), what=f"groups of step {step + 1}")
         assert isinstance(taken, Taken)
         counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.offer.groups) else {}
         counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
         return Delivery(taken.offer, self._queue), counts | taken.metrics | taken.offer.metrics
+
+    def saved(self, step: int) -> None:
+        """A checkpoint has `step` finished steps: their rollouts need not be kept any more."""
+        if self._coordinator is not None:
+            self._coordinator.saved(step)
 
     def evaluate(self, step: int) -> None:
         """Accuracy on the held-out problems after `step` steps, written to the run directory by rank 0."""
@@ -81,7 +106,7 @@ class Rollouts:
             accuracy = (found.accuracy, found.accuracy_greedy)
             LOGGER.info("after step %d: accuracy %.3f at temperature 1, %.3f greedy", step, *accuracy)
 
-    def _wait(self, request: Any, *, what: str) -> Taken | Evaluation:
+    def _wait(self, request: Any, *, what: str) -> Taken | Drained | Evaluation:
         """Ask until the answer is there, and look after the engines meanwhile."""
         deadline_s = self._recipe.runtime.deadline_s
         while True:
@@ -89,13 +114,26 @@ class Rollouts:
             if self._coordinator is not None:
                 wait_s = deadline_s / _LOOKS_PER_DEADLINE if self._fleet.complete else _LOOK_S
                 reply = self._coordinator.ask(request(wait_s))
-            kind: Any = Taken | Evaluation | Waiting
+            kind: Any = Taken | Drained | Evaluation | Waiting
             reply = self._job.control.broadcast(reply, kind, what=what)
             if not isinstance(reply, Waiting):
                 return reply
             if self._fleet.tend(self._model, self._version, reply.lost):
-                self._serve(published=False)
+                self._serve(published=None)
 
-    def _serve(self, *, published: bool) -> None:
+    def _serve(self, *, published: WeightVersion | None) -> None:
         if self._coordinator is not None:
             self._coordinator.serve(self._fleet.serving, published=published)
+
+
+def _journal(job: Job, recipe: RlRecipe) -> Path:
+    """Where the journal lies. One that is not resumed, or of rows that meant other prompts, is removed."""
+    batch = recipe.batch.model_dump(mode="json", exclude={"max_tokens_per_rank"})
+    rows = json.dumps([str(recipe.data.train), batch], sort_keys=True)
+    root = job.run.path / "journal"
+    path = root / hashlib.sha256(rows.encode()).hexdigest()[:8]
+    for old in root.iterdir() if root.is_dir() else []:
+        if old != path or not job.resume:
+            LOGGER.info("%s is of another start and is removed", old)
+            shutil.rmtree(old)
+    return path

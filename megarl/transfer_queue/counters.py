@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, write_to_textfile
@@ -21,6 +21,8 @@ class Counters:
         self._registry = CollectorRegistry()
         self._put_at: dict[int, float] = {}
         self._bytes = 0
+        self.step: dict[str, float] = {}
+        """What is logged of the step that was taken last."""
         here = self._registry
         self._put = Counter("megarl_queue_groups_put", "groups that were put", registry=here)
         self._taken = Counter("megarl_queue_groups_taken", "groups that steps have taken", registry=here)
@@ -32,9 +34,9 @@ class Counters:
         lag = "versions that the oldest token of a response lags behind the step that trains on it"
         self._lag = Histogram("megarl_queue_lag_versions", lag, buckets=_LAGS, registry=here)
 
-    def put(self, group: Group) -> None:
-        """Count a group that goes in."""
-        self._put_at[group.prompt.index] = time.monotonic()
+    def put(self, row: int) -> None:
+        """Count a group that is there from now on."""
+        self._put_at[row] = time.monotonic()
         self._put.inc()
 
     def sent(self, nbytes: int) -> None:
@@ -42,17 +44,17 @@ class Counters:
         self._bytes += nbytes
         self._sent.inc(nbytes)
 
-    def taken(self, groups: Sequence[Group], step: WeightVersion) -> dict[str, float]:
-        """Count what goes out for `step`; returns what is logged of it."""
+    def taken(self, step: WeightVersion, groups: Mapping[int, Group]) -> None:
+        """Count what goes out for `step`, by row."""
         depth, now = len(self._put_at), time.monotonic()
-        age = max(now - self._put_at.pop(group.prompt.index, now) for group in groups)
+        age = max(now - self._put_at.pop(row) for row in groups)
         self._taken.inc(len(groups))
         self._depth.set(depth)
         self._age.set(age)
-        for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
+        for trajectory in (trajectory for group in groups.values() for trajectory in group.trajectories):
             self._lag.observe(step - min(span.version for span in trajectory.versions))
-        sent, self._bytes = self._bytes, 0
-        return {"queue/depth": float(depth), "queue/age_s": age, "queue/mb": sent / 1e6}
+        self.step = {"queue/depth": float(depth), "queue/age_s": age, "queue/mb": self._bytes / 1e6}
+        self._bytes = 0
 
     def write(self, directory: Path) -> None:
         """Have all in `directory`'s METRICS_FILE, as Prometheus' textfile collector reads it; never half of it."""

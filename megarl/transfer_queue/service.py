@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import traceback
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Self
 
 import msgspec
 import zmq
@@ -25,13 +25,6 @@ from megarl.types import Group, Offer
 
 _IO_THREADS = 4
 """They encrypt, each about half a gigabyte a second."""
-
-
-class Queue(Protocol):
-    """Where groups wait for their step."""
-
-    async def put(self, group: Group) -> None: ...
-    async def take(self, step: int) -> list[Group]: ...
 
 
 class Keys(NamedTuple):
@@ -53,12 +46,14 @@ class Fetch(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class QueueServer:
-    """A queue whose steps are offered to ranks. Use as an async context manager."""
+    """Has the steps that ranks fetch from. Use as an async context manager."""
 
-    def __init__(self, queue: Queue, *, host: str, client_key: str, run_dir: Path) -> None:
-        """Serve at the address `host` who has the secret of the public `client_key`; counters go to `run_dir`."""
-        self._queue, self._run_dir = queue, run_dir
-        self._shelf, self._counters = Shelf(), Counters()
+    def __init__(self, counters: Counters, *, host: str, client_key: str, run_dir: Path) -> None:
+        """Serve at the address `host` who has the secret of the public `client_key`.
+
+        The queue's `counters` learn what is sent, and are written to `run_dir` at each step.
+        """
+        self._counters, self._run_dir, self._shelf = counters, run_dir, Shelf()
         self._context = zmq.asyncio.Context(_IO_THREADS)
         self._door = self._context.socket(zmq.REP)
         self._client_key, keys = z85.decode(client_key), Keys.new()
@@ -81,18 +76,11 @@ class QueueServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
 
-    async def put(self, group: Group) -> None:
-        """Accept a finished group."""
-        await self._queue.put(group)
-        self._counters.put(group)
-
-    async def take(self, step: int) -> Offer:
-        """Wait for all groups of `step`; from now on, until two steps later, ranks can fetch from it."""
-        groups = await self._queue.take(step)
-        metrics = self._counters.taken(groups, step)
+    async def offer(self, step: int, groups: list[Group]) -> Offer:
+        """From now on, until two steps later, ranks can fetch from these groups, which were taken for `step`."""
         headers = await asyncio.to_thread(self._shelf.put, step, groups)
         await asyncio.to_thread(self._counters.write, self._run_dir)
-        return Offer(step, headers, self._endpoint, self._server_key, metrics)
+        return Offer(step, headers, self._endpoint, self._server_key, self._counters.step)
 
     async def _admit(self) -> None:
         while True:

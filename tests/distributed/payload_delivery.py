@@ -22,7 +22,7 @@ from megarl.config import Layout, Model, Optimizer, RlRecipe, load_recipe, read_
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
 from megarl.trainer.rollout_batch import Models, RolloutBatch
-from megarl.transfer_queue import Delivery, Keys, QueueClient, QueueServer, TransferQueue
+from megarl.transfer_queue import Counters, Delivery, Keys, QueueClient, QueueServer
 from megarl.types import Offer
 from tests.distributed import delivery
 
@@ -55,12 +55,9 @@ def offered(control: ControlPlane, keys: Keys, run_dir: Path) -> Iterator[Offer]
     loop = asyncio.new_event_loop()
 
     async def start() -> tuple[QueueServer, Offer]:
-        queue = TransferQueue(delivery.PROMPTS, max_lag=0)
-        server = QueueServer(queue, host="127.0.0.1", client_key=keys.public, run_dir=run_dir)
+        server = QueueServer(Counters(), host="127.0.0.1", client_key=keys.public, run_dir=run_dir)
         await server.__aenter__()
-        for group in delivery.groups():
-            await server.put(group)
-        return server, await server.take(0)
+        return server, await server.offer(0, delivery.groups())
 
     if control.rank:
         yield control.broadcast(None, Offer, what="offer")

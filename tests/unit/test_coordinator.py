@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,16 +33,26 @@ class Engine:
     address = EngineAddress(name, "localhost", 1)
 
     def __init__(self, hangs: bool) -> None:
+        self.late: set[int] = set()  # prompts that are answered when the next version is there
+        self.prompts: dict[tuple[int, ...], int] = {}
+        self.next_version = asyncio.Event()
+        self.paused = 0
         self.version, self.hangs, self.owed = 0, hangs, 0
         self.temperatures: list[float] = []
         self.scored: list[list[int]] = []
 
     async def generate(self, input_ids: list[int], *, temperature: float, **_: Any) -> Chunk:
         self.temperatures.append(temperature)
+        self.prompts.setdefault(tuple(input_ids), len(self.prompts))
+        if self.prompts[tuple(input_ids)] in self.late:
+            await self.next_version.wait()
         return Chunk(Completion([1, 2], [-1.0, -1.0], "stop", [VersionSpan(self.version, 0, 2)]), 0, 0)
 
     async def load(self, *, timeout_s: float) -> Load:
         return Load(4096, 64, 0, 0, 0, 0, None)
+
+    async def pause(self) -> None:
+        self.paused += 1
 
     async def score(self, sequences: list[list[int]]) -> list[float]:
         self.scored += sequences
@@ -62,18 +74,6 @@ class Rewards:
         return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (*_, answer) in enumerate(items)]
 
 
-class Queue(TransferQueue):
-    """Offers nothing, and keeps the groups."""
-
-    def __init__(self) -> None:
-        super().__init__(PROMPTS, max_lag=0)
-        self.steps: list[list[Group]] = []
-
-    async def take(self, step: int) -> Offer:  # type: ignore[override]
-        self.steps.append(await super().take(step))
-        return Offer(step, [], "", "", {})
-
-
 @dataclass(frozen=True)
 class Step:
     groups: list[Group]
@@ -89,35 +89,46 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take(
-    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False
+    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False, late: Collection[int] = ()
 ) -> tuple[list[Step], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, scorer, queue = Engine(False), Engine(hangs), Queue()
+        engine, scorer, queue = Engine(False), Engine(hangs), queue_of(recipe, steps, Path(tempfile.mkdtemp(dir=job)))
         engine.scored = scorer.scored
+        engine.late.update(late)
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
         scorers: Any = dict.fromkeys(recipe.reward.engines, scorer)
+        offered: list[list[Group]] = []
+
+        async def offer(step: int, groups: list[Group]) -> Offer:
+            assert step == len(offered)
+            offered.append(groups)
+            return Offer(step, [], "", "", {})
 
         async def run() -> list[Taken]:
             coordinator = Coordinator(
-                recipe, connect, rewards, scorers, queue, max_positions=64, failed_requests=job / "failed.jsonl"
+                recipe, connect, rewards, scorers, queue, offer, max_positions=64, failed_requests=job / "failed.jsonl"
             )
             await coordinator.dispatcher.serve({0: client})
             taken = []
             for step in range(steps):
                 engine.version = step
-                coordinator.generate(step)
+                if step:
+                    engine.next_version.set()
+                queue.publish(step)
+                await coordinator.dispatcher.serve({0: client})  # ends a hold
+                coordinator.generate()
                 taken.append(await finished(coordinator, step))
             await coordinator.dispatcher.close()
             return taken
 
         taken = asyncio.run(run())
-        return [Step(groups, t.asked, t.metrics) for groups, t in zip(queue.steps, taken, strict=True)], engine
+        return [Step(groups, t.asked, t.metrics) for groups, t in zip(offered, taken, strict=True)], engine
     finally:
         os.chdir(before)
 
@@ -125,13 +136,18 @@ def take(
 def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generate = Coordinator.generate
 
-    def later(self: Coordinator, version: int) -> None:
+    def later(self: Coordinator) -> None:
         time.sleep(0.3)
-        generate(self, version)
+        generate(self)
 
     monkeypatch.setattr(Coordinator, "generate", later)
     for taken in take(job, steps=2)[0]:
         assert taken.metrics["rollout/tokens_per_s"] > 2 * PROMPTS * SAMPLES / 0.25
+
+
+def queue_of(recipe: RlRecipe, steps: int, journal: Path) -> TransferQueue:
+    lag, ask = recipe.mode.max_lag, recipe.most_groups
+    return TransferQueue(PROMPTS, max_lag=lag, ask=ask, steps=steps, directory=journal, sync="group")
 
 
 async def finished(coordinator: Coordinator, step: int) -> Taken:
@@ -152,11 +168,21 @@ def test_all_groups_are_the_next_rows(job: Path) -> None:
     assert all(group.greedy_scores is None for t in taken for group in t.groups)
 
 
+def test_what_is_finished_first_is_taken_first_until_the_rest_is_due(job: Path) -> None:
+    """Rows 0 and 1 are late: they wait on a paused engine, and are of the step that must have them."""
+    partial = ("mode={max_lag: 1, interrupt: true, ask: 4}",)
+    taken, engine = take(job, *partial, steps=3, late=[0, 1])
+    assert [rows(t) for t in taken] == [[2, 3], [0, 1], [4, 5]]
+    assert [t.asked for t in taken] == [4, 2, 0]  # no more than three steps need
+    assert engine.paused == 1
+    lags = [t.metrics["rollout/lag_max"] for t in taken]
+    assert lags == [0.0, 0.0, 1.0]
+
+
 def test_uninformative_groups_are_replaced(job: Path) -> None:
     """Each step from rows of its own, three waves of two; asking ends when enough are found."""
     taken, _ = take(job, "batch.sampling={type: informative, waves: 3}", steps=2)
     assert [(rows(t), t.asked) for t in taken] == [([1, 3], 4), ([7, 9], 4)]
-    assert [group.prompt.index for t in taken for group in t.groups] == [0, 1, 2, 3]
 
 
 def test_where_too_few_are_informative_the_first_others_fill_the_step(job: Path) -> None:

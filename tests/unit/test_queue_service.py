@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import numpy as np
 import pytest
 import zmq
 
-from megarl.transfer_queue import Delivery, Keys, QueueClient, QueueError, QueueServer, TransferQueue
+from megarl.transfer_queue import Counters, Delivery, Keys, QueueClient, QueueError, QueueServer, TransferQueue
 from megarl.transfer_queue.service import Fetch
 from megarl.transfer_queue.shelf import HELD_STEPS
 from megarl.types import Group, Offer, Prompt, Trajectory, VersionSpan
@@ -26,40 +24,31 @@ DEADLINE_S = 60.0
 SILENCE_MS = 500
 
 
-def group(index: int, *responses: list[int], version: int = 0) -> Group:
+def group(*responses: list[int]) -> Group:
     trajectories = [
         Trajectory(
             output_ids=ids,
             engine_logprobs=[-0.1 * token for token in ids],
-            versions=[VersionSpan(version, 0, len(ids))],
+            versions=[VersionSpan(0, 0, len(ids))],
             finish_reason="stop",
             text="not sent",
             scores={"answer": 1.0},
         )
         for ids in responses
     ]
-    return Group(Prompt(index, "not sent", [7, 8], "", "math"), trajectories, {"answer": 0.5})
+    return Group(Prompt(0, "not sent", [7, 8], "", "math"), trajectories, {"answer": 0.5})
 
 
-STEP = [group(0, [1, 2, 3], [9]), group(1, [4, 8, 8], [8, 8])]
+STEP = [group([1, 2, 3], [9]), group([4, 8, 8], [8, 8])]
 SEQUENCES = [[7, 8, 1, 2, 3], [7, 8, 9], [7, 8, 4, 8, 8], [7, 8, 8, 8]]
-
-
-@asynccontextmanager
-async def server(run_dir: Path, max_lag: int = 0) -> AsyncIterator[QueueServer]:
-    queue = TransferQueue(len(STEP), max_lag=max_lag)
-    async with QueueServer(queue, host=HOST, client_key=KEYS.public, run_dir=run_dir) as running:
-        yield running
 
 
 def served(run_dir: Path, test: Callable[[Offer], Awaitable[Any]]) -> Any:
     """What `test` says of the offer of one step."""
 
     async def run() -> Any:
-        async with server(run_dir) as queue:
-            for one in STEP:
-                await queue.put(one)
-            return await test(await queue.take(0))
+        async with QueueServer(Counters(), host=HOST, client_key=KEYS.public, run_dir=run_dir) as server:
+            return await test(await server.offer(0, STEP))
 
     return asyncio.run(run())
 
@@ -78,7 +67,7 @@ def test_headers_say_what_all_ranks_must_know(tmp_path: Path) -> None:
     offer = served(tmp_path, look)
     assert (offer.step, [(g.index, g.dataset, g.prompt_length) for g in offer.groups]) == (
         0,
-        [(0, "math", 2), (1, "math", 2)],
+        [(0, "math", 2)] * 2,
     )
     trajectories = [trajectory for g in offer.groups for trajectory in g.trajectories]
     assert [t.length for t in trajectories] == [3, 1, 3, 2]
@@ -234,15 +223,11 @@ def test_two_steps_are_held_and_a_client_follows_to_another_server(tmp_path: Pat
     async def run() -> None:
         client = QueueClient(KEYS, deadline_s=DEADLINE_S)
         for _ in range(2):
-            offers = []
-            async with server(tmp_path) as queue:
-                for step in range(HELD_STEPS + 1):
-                    for place in range(len(STEP)):
-                        await queue.put(group(step * len(STEP) + place, [step, place], version=step))
-                    offers.append(await queue.take(step))
+            async with QueueServer(Counters(), host=HOST, client_key=KEYS.public, run_dir=tmp_path) as server:
+                offers = [await server.offer(step, [group([step], [step + 1])]) for step in range(HELD_STEPS + 1)]
                 for step, offer in enumerate(offers[1:], start=1):
                     got = await asyncio.to_thread(client.fetch, offer, {"input_ids": [1]})
-                    assert got["input_ids"][0].tolist() == [7, 8, step, 1]
+                    assert got["input_ids"][0].tolist() == [7, 8, step + 1]
                 with pytest.raises(QueueError, match=r"step 0 is not held; steps \[1, 2\] are"):
                     await asyncio.to_thread(client.fetch, offers[0], {"input_ids": [1]})
         client.close()
@@ -252,24 +237,32 @@ def test_two_steps_are_held_and_a_client_follows_to_another_server(tmp_path: Pat
 
 def test_counters_are_logged_and_written_for_prometheus(tmp_path: Path) -> None:
     async def run() -> list[dict[str, float]]:
-        async with server(tmp_path, max_lag=2) as queue:
-            for one in STEP:
-                await queue.put(one)
-            first = await queue.take(0)
-            await fetched(first, input_ids=[0, 1], engine_logprob=[1])
-            for index, version in ((2, 0), (3, 1), (4, 1)):  # the last is the next step's
-                await queue.put(group(index, [1], version=version))
-            return [first.metrics, (await queue.take(1)).metrics]
+        options: dict[str, Any] = {"max_lag": 2, "ask": 6, "steps": 3, "directory": tmp_path / "journal"}
+        queue = TransferQueue(2, sync="never", **options)
+        async with QueueServer(queue.counters, host=HOST, client_key=KEYS.public, run_dir=tmp_path) as server:
+            queue.publish(0)
+            queue.admit()
+            for row in range(5):  # the last is of a later step
+                await queue.put(row, group([1], [2, 3]))
+            offers = []
+            for step in range(2):
+                queue.publish(step)
+                groups = queue.take(step)
+                assert groups is not None
+                offers.append(await server.offer(step, groups))
+                await fetched(offers[-1], input_ids=[0, 1], engine_logprob=[1])
+        await queue.close()
+        return [offer.metrics for offer in offers]
 
     first, second = asyncio.run(run())
-    assert (first["queue/depth"], first["queue/mb"]) == (2.0, 0.0)
-    assert (second["queue/depth"], second["queue/mb"]) == (3.0, (5 + 3 + 1) * 4 / 1e6)
-    assert all(metrics["queue/age_s"] >= 0 for metrics in (first, second))
+    assert (first["queue/depth"], first["queue/mb"]) == (5.0, 0.0)
+    assert (second["queue/depth"], second["queue/mb"]) == (3.0, (3 + 4 + 2) * 4 / 1e6)
+    assert 0 <= first["queue/age_s"] <= second["queue/age_s"]
     lines = (tmp_path / "metrics.prom").read_text().splitlines()
-    values = {name: float(value) for name, value in (re.split(r" (?=\S+$)", line) for line in lines if line[0] != "#")}
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
     assert values["megarl_queue_groups_put_total"] == 5
     assert values["megarl_queue_groups_taken_total"] == 4
     assert values["megarl_queue_sent_bytes_total"] == 36
     assert values["megarl_queue_depth_groups"] == 3
     lags = {bound: values[f'megarl_queue_lag_versions_bucket{{le="{bound}"}}'] for bound in ("0.0", "1.0", "+Inf")}
-    assert lags == {"0.0": 5, "1.0": 6, "+Inf": 6}
+    assert lags == {"0.0": 4, "1.0": 8, "+Inf": 8}

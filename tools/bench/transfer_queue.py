@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -51,8 +51,8 @@ GROUPS, SAMPLES, PROMPT, SHORTEST, LONGEST, VOCAB = 32, 8, 256, 1024, 8192, 150_
 RANKS, TOKENS_PER_RANK, LINEAR = 4, 32_768, 20_000
 DEADLINE_S = 60.0
 
-QUEUES: dict[str, Callable[[Path], TransferQueue]] = {"megarl": lambda run_dir: TransferQueue(GROUPS, max_lag=0)}
-"""What stands behind the server, by name; each is measured."""
+QUEUES: dict[str, Literal["group", "always"] | None] = {"megarl": None, "megarl_journal": "group"}
+"""By name, what the journal has on disk before it counts; None: groups are offered without the queue behind."""
 
 THEIRS = {"group": "TransferQueue_by_group", "step": "TransferQueue_by_step"}
 
@@ -178,16 +178,21 @@ def serve(connection: Connection, name: str, client_key: str, data: Path, run_di
     ]
 
     async def run() -> None:
-        async with QueueServer(
-            QUEUES[name](run_dir), host="127.0.0.1", client_key=client_key, run_dir=run_dir
-        ) as server:
+        sync = QUEUES[name]
+        options = {"max_lag": 0, "ask": GROUPS, "steps": len(steps), "directory": run_dir / name}
+        queue = TransferQueue(GROUPS, sync=sync or "never", **options)
+        async with QueueServer(queue.counters, host="127.0.0.1", client_key=client_key, run_dir=run_dir) as server:
             connection.send("ready")
             for step, groups in enumerate(steps):
                 await asyncio.to_thread(connection.recv_bytes)
-                for group in groups:
-                    await server.put(group)
-                connection.send_bytes(msgspec.msgpack.encode(await server.take(step)))
+                if sync is not None:
+                    queue.publish(step)
+                    for row, group in zip(queue.admit(), groups, strict=True):
+                        await queue.put(row, group)
+                    groups = queue.take(step) or groups
+                connection.send_bytes(msgspec.msgpack.encode(await server.offer(step, groups)))
             await asyncio.to_thread(connection.recv_bytes)
+        await queue.close()
 
     asyncio.run(run())
 
