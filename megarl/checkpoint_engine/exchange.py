@@ -14,12 +14,12 @@ from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint_engine.plan import Plan, Transfer
 from megarl.checkpoint_engine.sides import PlanError
 from megarl.checkpoint_engine.slot import ALIGNMENT, Piece, Sum, dtype_of
+from megarl.runtime import Links
 from megarl.weights import BLOCK, Parameter, combined, fingerprint, is_quantised, quantise
 
 Amount = Literal["all", "changed", "nothing"]
@@ -102,10 +102,13 @@ Route = dict[int, list[tuple[Transfer, list[Piece]]]]
 
 
 class Exchange:
-    """This rank's part in a plan; each rank of torch's default group has one of the same plan."""
+    """This rank's part in a plan; each rank of the job has one of the same plan."""
 
-    def __init__(self, plan: Plan, rank: int, precision: Precision, *, device: torch.device, timeout_s: float) -> None:
-        self._rank, self._precision, self._device, self._timeout_s = rank, precision, device, timeout_s
+    def __init__(
+        self, plan: Plan, rank: int, precision: Precision, links: Links, *, device: torch.device, timeout_s: float
+    ) -> None:
+        self._rank, self._precision, self._links = rank, precision, links
+        self._device, self._timeout_s = device, timeout_s
         self._relays = [_relay(plan, rank, number) for number in range(len(plan.relays))]
         first = _first(plan, rank)
         self._served = first == rank
@@ -125,8 +128,10 @@ class Exchange:
         )
 
     @torch.no_grad()
-    def bucket(self, number: int, source: ShardSource, payload: Tensor, delivery: Delivery, amount: Amount) -> None:
-        """Fill `payload` with bucket `number`, and say in `delivery` what it holds.
+    def bucket(
+        self, number: int, source: ShardSource | None, payload: Tensor, delivery: Delivery, amount: Amount
+    ) -> None:
+        """Fill `payload` with bucket `number`, and say in `delivery` what it holds. A rank that trains has a `source`.
 
         Raises ExchangeError: it names the rank that was waited for.
         """
@@ -178,11 +183,12 @@ class Exchange:
         bucket: int,
         peer: int,
         some: list[tuple[Transfer, list[Piece]]],
-        source: ShardSource,
+        source: ShardSource | None,
         room: Tensor,
         amount: Amount,
     ) -> _Message:
         """Blocks one behind the other from the start of `room`; one that need not be sent is written over."""
+        assert source is not None, "a rank that does not train is asked for weights"
         heads, at, end = torch.zeros(len(_blocks(some)), 2, dtype=torch.int64), 0, 0
         last = self._last.get((bucket, peer)) if amount == "changed" else None
         for one, blocks in some:
@@ -208,8 +214,7 @@ class Exchange:
     ) -> Iterator[None]:
         """Send and receive at once, while the block runs."""
         moves = [(True, *one) for one in out if len(one[0])] + [(False, *one) for one in into if len(one[0])]
-        operations = [dist.P2POp(dist.isend if send else dist.irecv, data, peer) for send, data, peer in moves]
-        works = dist.batch_isend_irecv(operations) if operations else []
+        works = self._links.start(moves) if moves else []
         yield
         for work, (send, data, peer) in zip(works, moves, strict=False):  # NCCL has one for all
             try:

@@ -26,7 +26,7 @@ from megarl.checkpoint_engine.sides import Engines, Training
 from megarl.checkpoint_engine.slot import Head, Slot
 from megarl.config import DirectPublish, DiskPublish, FullPublish, ModelShape, Publish
 from megarl.rollout_engine import EngineError
-from megarl.runtime import ControlPlane
+from megarl.runtime import ControlPlane, Links
 from megarl.types import WeightVersion
 from megarl.weights import BLOCK
 
@@ -39,7 +39,7 @@ class WeightSource(ShardSource, Protocol):
     """The trainer's side."""
 
     def hf_buckets(self, limit_bytes: int) -> Iterator[list[tuple[Any, list[Tensor]]]]:
-        """Each parameter with its whole Hugging Face tensors; a collective of all ranks."""
+        """Each parameter with its whole Hugging Face tensors; a collective of the ranks that train."""
 
 
 class EngineTarget(Protocol):
@@ -76,6 +76,7 @@ class Publisher:
         training: Training,
         engines: Engines,
         control: ControlPlane,
+        links: Links,
         *,
         precision: Precision,
         device: torch.device,
@@ -97,7 +98,7 @@ class Publisher:
             plan = make_plan(shape, training, some, ranks_per_node=ranks_per_node, rows_together=together, **sizes)
             check(plan)
             precision.check(plan)
-            return Exchange(plan, control.rank, precision, device=device, timeout_s=timeout_s)
+            return Exchange(plan, control.rank, precision, links, device=device, timeout_s=timeout_s)
 
         self._make_exchange = exchange
         self._everyone = tuple(range(len(engines.ranks)))
@@ -108,7 +109,7 @@ class Publisher:
     def publish(
         self,
         version: WeightVersion,
-        source: WeightSource,
+        source: WeightSource | None,
         engine: EngineTarget | None,
         *,
         directory: Path | None = None,
@@ -116,8 +117,8 @@ class Publisher:
     ) -> Published:
         """Give `version` to all engines, or to `only` some; a collective of all ranks.
 
-        `engine` is the one that this rank leads. `directory` has the version as a Hugging Face model, for engines that
-        read it. Raises what ends the job: a rank that was waited for in vain.
+        `source` is what this rank trains, `engine` the one that it leads. `directory` has the version as a Hugging Face
+        model, for engines that read it. Raises what ends the job: a rank that was waited for in vain.
         """
         numbers = self._everyone if only is None else tuple(sorted(only))
         exchange = self._exchange if numbers == self._everyone else self._make_exchange(numbers)
@@ -183,7 +184,7 @@ class _Update:
         self._began = time.monotonic()
         self._ask(methodcaller("begin_update"))
 
-    def direct(self, source: ShardSource, amount: Amount) -> None:
+    def direct(self, source: ShardSource | None, amount: Amount) -> None:
         """A bucket goes to ranks while engines take the one before."""
         last = self._exchange.buckets - 1
         for number in range(self._exchange.buckets):
@@ -192,8 +193,9 @@ class _Update:
             sums = self._delivery.sums if number == last else {}
             self._load(number % _SLOTS, Head(self._delivery.pieces, sums), what=f"bucket {number}")
 
-    def full(self, source: WeightSource, bucket_bytes: int) -> None:
-        """A rank that leads an engine sends it everything."""
+    def full(self, source: WeightSource | None, bucket_bytes: int) -> None:
+        """A rank that leads an engine sends it everything, so it trains."""
+        assert source is not None, "a rank that does not train has no whole tensors"
         for bucket in source.hf_buckets(bucket_bytes):
             if self._engine is not None:
                 named = [pair for parameter, parts in bucket for pair in zip(parameter.hf, parts, strict=True)]
@@ -202,7 +204,7 @@ class _Update:
                 self._loading.result()
         self._compare(source)
 
-    def disk(self, source: ShardSource, directory: Path) -> None:
+    def disk(self, source: ShardSource | None, directory: Path) -> None:
         """Engines read while ranks exchange fingerprints."""
         self._ask(methodcaller("load_directory", directory))
         self._compare(source)
@@ -219,7 +221,7 @@ class _Update:
         # after an error the engine may take long to answer, and nobody waits for that
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _compare(self, source: ShardSource) -> None:
+    def _compare(self, source: ShardSource | None) -> None:
         """Only fingerprints travel."""
         for number in range(self._exchange.buckets):
             self._exchange.bucket(number, source, self._slots[0].payload, self._delivery, "nothing")

@@ -10,8 +10,10 @@ from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
     AnyRecipe,
+    Colocated,
     Critic,
     DirectPublish,
+    FullPublish,
     InformativeGroups,
     Layout,
     RlRecipe,
@@ -25,31 +27,50 @@ _MOST_NAMED = 64
 
 def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
-    problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
+    train = recipe.train_ranks(world)
+    problems = [*_layout(recipe, shape, train), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
-        problems += [*_algorithm(recipe), *_groups(recipe), *_mode(recipe), *_reward(recipe)]
+        problems += [*_placement(recipe, world), *_algorithm(recipe), *_groups(recipe), *_mode(recipe)]
+        problems += _reward(recipe)
     if not problems:
-        problems += _batch(recipe, data=world // recipe.layout.model_ranks)
+        problems += _batch(recipe, data=train // recipe.layout.model_ranks)
     if isinstance(recipe, RlRecipe):
-        problems += _rollout(recipe, shape, world, ranks_per_node)
+        problems += _rollout(recipe, shape, recipe.rollout_ranks(world), ranks_per_node)
     if problems:
         raise RecipeError("\n".join(problems))
 
 
 def check_layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> None:
     """Raise RecipeError if a model of `shape` cannot be divided as the recipe says."""
-    if problems := _layout(recipe, shape, world):
+    if problems := _layout(recipe, shape, recipe.train_ranks(world)):
         raise RecipeError("\n".join(problems))
 
 
-def _layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> list[str]:
+def _placement(recipe: RlRecipe, world: int) -> list[str]:
+    if isinstance(recipe.placement, Colocated):
+        return []
+    train, problems = recipe.placement.train_ranks, []
+    if train >= world:
+        problems.append(
+            f"placement.train_ranks: {train} of {world} ranks leave none that only rolls out; start more ranks, lower"
+            " it, or use type colocated"
+        )
+    if isinstance(recipe.publish, FullPublish):
+        problems.append(
+            "publish.type: full has ranks send the model that they train, and not all that have an engine train here;"
+            " use direct or disk"
+        )
+    return problems
+
+
+def _layout(recipe: AnyRecipe, shape: ModelShape, train: int) -> list[str]:
     layout = recipe.layout
     ranks = layout.model_ranks
     problems = []
-    if world % ranks:
+    if train % ranks:
         problems.append(
-            f"layout: {world} ranks cannot be divided into tensor {layout.tensor} x pipeline {layout.pipeline}"
-            f" x context {layout.context} = {ranks}; start a multiple of {ranks} ranks or change layout"
+            f"layout: {train} ranks cannot be divided into tensor {layout.tensor} x pipeline {layout.pipeline}"
+            f" x context {layout.context} = {ranks}; train on a multiple of {ranks} ranks or change layout"
         )
     # ranks that share a key-value head hold equal parts of its group's rows, and gather what they compute
     rows = 2 * shape.kv_heads * shape.head_dim
@@ -58,7 +79,7 @@ def _layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> list[str]:
             f"layout.tensor: {layout.tensor} does not divide the model's {', '.join(wrong)};"
             f" use one of {_dividing(shape, rows)}"
         )
-    return [*problems, *_pipeline(layout, shape), *_experts(layout, shape, world)]
+    return [*problems, *_pipeline(layout, shape), *_experts(layout, shape, train)]
 
 
 def _pipeline(layout: Layout, shape: ModelShape) -> list[str]:
@@ -73,7 +94,7 @@ def _pipeline(layout: Layout, shape: ModelShape) -> list[str]:
     return [f"layout: pipeline x interleave = {parts} does not divide the model's {shape.layers} layers; {good}"]
 
 
-def _experts(layout: Layout, shape: ModelShape, world: int) -> list[str]:
+def _experts(layout: Layout, shape: ModelShape, train: int) -> list[str]:
     if layout.expert == layout.expert_tensor == 1:
         return []
     if shape.experts is None:
@@ -91,7 +112,7 @@ def _experts(layout: Layout, shape: ModelShape, world: int) -> list[str]:
         )
     if shape.experts.bias and layout.expert_tensor > 1:
         problems.append("layout.expert_tensor: experts with biases cannot be split; set it to 1 and use layout.expert")
-    stage = world // layout.pipeline
+    stage = train // layout.pipeline
     if stage % (layout.expert * layout.expert_tensor):
         problems.append(
             f"layout: the {stage} ranks of a pipeline stage cannot be divided into expert {layout.expert}"
@@ -231,11 +252,11 @@ def _reward(recipe: RlRecipe) -> list[str]:
     return problems
 
 
-def _rollout(recipe: RlRecipe, shape: ModelShape, world: int, ranks_per_node: int) -> list[str]:
+def _rollout(recipe: RlRecipe, shape: ModelShape, ranks: range, ranks_per_node: int) -> list[str]:
     problems, size = [*_engine_experts(recipe, shape), *_fp8(recipe, shape)], recipe.rollout.tensor_parallel
     served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
     for key, serving in ({"rollout": recipe.rollout} | served).items():
-        problems += _serving(key, serving, world, ranks_per_node)
+        problems += _serving(key, serving, ranks, ranks_per_node)
     problems += [
         f"rollout.server_args.{name}: would change where engines keep weights, so that no new ones could be sent;"
         " leave it out"
@@ -273,17 +294,23 @@ _OWNED = (
 _PLACES = ("dp_size", "json_model_override_args", "load_format", "pp_size", "quantization")
 
 
-def _serving(key: str, serving: Serving, world: int, ranks_per_node: int) -> list[str]:
-    problems, size = [], serving.tensor_parallel
-    spans = isinstance(serving, Rollout) and size % ranks_per_node == 0
-    if world % size or (ranks_per_node % size and not spans):
-        places = "on one node or on whole ones" if isinstance(serving, Rollout) else "on one node"
+def _serving(key: str, serving: Serving, ranks: range, ranks_per_node: int) -> list[str]:
+    problems, size, spans = [], serving.tensor_parallel, isinstance(serving, Rollout)
+    if len(ranks) % size or not all(_lies_well(first, size, ranks_per_node, spans) for first in ranks[::size]):
+        places = "on one node or on whole ones" if spans else "on one node"
+        there = f"there are {len(ranks)} ranks" if not ranks.start else f"ranks {ranks.start} to {ranks[-1]} roll out"
         problems.append(
-            f"{key}.tensor_parallel: engines of {size} ranks must divide the world evenly, and each lie {places};"
-            f" there are {world} ranks, {ranks_per_node} a node"
+            f"{key}.tensor_parallel: engines of {size} ranks must divide those that roll out evenly, and each lie"
+            f" {places}; {there}, {ranks_per_node} a node"
         )
     owned = [name for name in _OWNED if name in serving.server_args]
     return problems + [f"{key}.server_args.{name}: megarl sets this one itself; leave it out" for name in owned]
+
+
+def _lies_well(first: int, size: int, ranks_per_node: int, spans: bool) -> bool:
+    """Whether the engine of the ranks from `first` on is on one node, or if it `spans` several on whole ones."""
+    whole = first % ranks_per_node == size % ranks_per_node == 0
+    return (whole and spans) or first // ranks_per_node == (first + size - 1) // ranks_per_node
 
 
 def _sizes(shape: ModelShape) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Which rank does what: pure arithmetic on the world size and the recipe's layout."""
+"""Which rank does what: pure arithmetic on ranks and the recipe's layout."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def train_place(rank: int, world: int, layout: Layout) -> TrainPlace:
     )
 
 
-def engine_leaders(world: int, tensor_parallel: int) -> list[int]:
-    """The rank that starts and owns each engine: the first of each rollout tensor-parallel group."""
-    return list(range(0, world, tensor_parallel))
+def engine_leaders(ranks: range, tensor_parallel: int) -> list[int]:
+    """The rank that starts and owns each engine, `ranks` being those that roll out: the first of its own."""
+    return list(ranks[::tensor_parallel])
 
 
-def scorer_leaders(world: int, engines: Mapping[str, RewardEngine]) -> dict[str, int]:
-    """The rank that starts each reward model's engine, by source: from the last ranks on, and again."""
-    leaders = [engine_leaders(world, engine.tensor_parallel) for engine in engines.values()]
-    return {name: ranks[-1 - i % len(ranks)] for i, (name, ranks) in enumerate(zip(engines, leaders, strict=True))}
+def scorer_leaders(ranks: range, engines: Mapping[str, RewardEngine]) -> dict[str, int]:
+    """The rank that starts each reward model's engine, by source: from the last of `ranks` on, and again."""
+    leaders = [engine_leaders(ranks, engine.tensor_parallel) for engine in engines.values()]
+    return {name: firsts[-1 - i % len(firsts)] for i, (name, firsts) in enumerate(zip(engines, leaders, strict=True))}

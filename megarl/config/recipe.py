@@ -186,9 +186,28 @@ class RlBatch(Section):
     """Most tokens a rank takes in one forward and backward pass; a longer sequence goes alone. Changes memory only."""
 
 
+class Colocated(Section):
+    type: Literal["colocated"] = "colocated"
+    """All ranks train, and engines are on all of them."""
+
+
+class Disaggregated(Section):
+    type: Literal["disaggregated"]
+    """The first ranks train, and engines are on the others."""
+    train_ranks: PositiveInt
+    """How many train."""
+
+
+class Hybrid(Section):
+    type: Literal["hybrid"]
+    """Engines are on all ranks, of which the first train as well."""
+    train_ranks: PositiveInt
+    """How many train."""
+
+
 class Rollout(Serving):
     tensor_parallel: PositiveInt = 1
-    """Ranks that share one SGLang engine; world size / tensor_parallel engines run."""
+    """Ranks that share one SGLang engine; all that roll out (see placement) are divided into engines."""
     expert_parallel: PositiveInt = 1
     """Groups of an engine's ranks among which experts are divided; it divides tensor_parallel and the experts."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
@@ -220,7 +239,7 @@ class DirectPublish(Section):
 
 class FullPublish(Section):
     type: Literal["full"]
-    """All ranks gather whole tensors; one that leads an engine sends it all of them, and the engine cuts them."""
+    """All ranks, colocated, gather whole tensors; one that leads an engine sends it all, and the engine cuts them."""
     bucket_mib: PositiveInt = 256
     """Size (MiB) of the parts in which weights are gathered."""
 
@@ -261,6 +280,10 @@ class Stage(Section):
     """When the run is saved."""
     runtime: Runtime = Runtime()
     """Deadlines."""
+
+    def train_ranks(self, world: int) -> int:
+        """The first so many of `world` ranks train."""
+        return world
 
     @property
     def head(self) -> HeadName:
@@ -326,6 +349,8 @@ class RlRecipe(Stage):
     """How many samples a step takes."""
     mode: Mode = Mode()
     """How far rollouts may run ahead of training."""
+    placement: Colocated | Disaggregated | Hybrid = Field(default=Colocated(), discriminator="type")
+    """Which ranks train, and which have engines; see docs/placement.md."""
     rollout: Rollout
     """The engines and how they sample."""
     journal: Journal = Journal()
@@ -341,6 +366,13 @@ class RlRecipe(Stage):
     evaluation: Evaluation = Evaluation()
     """Accuracy on held-out problems."""
 
+    def train_ranks(self, world: int) -> int:
+        return world if isinstance(self.placement, Colocated) else self.placement.train_ranks
+
+    def rollout_ranks(self, world: int) -> range:
+        """Those of `world` ranks on which engines are."""
+        return range(self.train_ranks(world) if isinstance(self.placement, Disaggregated) else 0, world)
+
     @property
     def sequences(self) -> int:
         """Sequences in one step."""
@@ -349,7 +381,7 @@ class RlRecipe(Stage):
     @property
     def takes_turns(self) -> bool:
         """Whether rollouts wait while the model trains, on the same ranks."""
-        return True
+        return not isinstance(self.placement, Disaggregated)
 
     @property
     def most_groups(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate
 
+import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -56,6 +57,18 @@ class Metrics:
         for part in parts:
             total.add(part.sums, part.maxima)  # type: ignore[arg-type]
         return total
+
+    @classmethod
+    def gathered(cls, parts: list[Metrics], device: torch.device) -> Metrics:
+        """`parts` and those of the other ranks that train, as one; a collective of them."""
+        mine = torch.tensor(list(msgspec.msgpack.encode(cls.merge(parts))), dtype=torch.uint8, device=device)
+        sizes = [torch.empty((), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+        dist.all_gather(sizes, torch.tensor(len(mine), device=device))
+        lengths = [int(size) for size in sizes]
+        padded = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in lengths]
+        dist.all_gather(padded, torch.nn.functional.pad(mine, (0, max(lengths) - len(mine))))
+        found = (bytes(one[:length].tolist()) for one, length in zip(padded, lengths, strict=True))
+        return cls.merge([msgspec.msgpack.decode(one, type=cls) for one in found])
 
 
 # (micro-batch, what the model's head gives) -> (loss summed over this rank's tokens, sums, maxima)

@@ -6,7 +6,7 @@ torch and MPI only inside the functions that need them, since children and login
 
 from megarl.runtime.children import Child, child_command, child_environment, start_child, without_usr1
 from megarl.runtime.control import ControlPlane, connect
-from megarl.runtime.device import choose_device, init_process_group
+from megarl.runtime.device import Links, choose_device, init_process_groups
 from megarl.runtime.guard import FAILURE_FILE, Guard
 from megarl.runtime.lifeline import die_with_parent
 from megarl.runtime.logs import LOGGER, setup_logging
@@ -19,6 +19,7 @@ __all__ = [
     "Child",
     "ControlPlane",
     "Guard",
+    "Links",
     "RankInfo",
     "child_command",
     "child_environment",
@@ -26,7 +27,7 @@ __all__ = [
     "connect",
     "die_with_parent",
     "hold_port",
-    "init_process_group",
+    "init_process_groups",
     "node_address",
     "rank_info",
     "setup_logging",

@@ -33,9 +33,11 @@ class Fleet:
         They become healthy while the models are built.
         """
         self._job, self._recipe, self._key = job, recipe, key
-        rank, world, size = job.info.rank, job.info.world, recipe.rollout.tensor_parallel
-        leaders, sources = engine_leaders(world, size), recipe.reward.engines
-        self._number, self._place = divmod(rank, size)
+        rank, size, sources = job.info.rank, recipe.rollout.tensor_parallel, recipe.reward.engines
+        rollout = recipe.rollout_ranks(job.info.world)
+        leaders = engine_leaders(rollout, size)
+        # negative, and no engine's number, on a rank that has none
+        self._number, self._place = divmod(rank - rollout.start, size)
         ranks = tuple(tuple(range(leader, leader + size)) for leader in leaders)
         self._publisher = self._make_publisher(Engines(ranks, recipe.rollout.expert_parallel))
         self._part: Engine | None = None
@@ -44,7 +46,7 @@ class Fleet:
         """Engines that hold the present version, by number."""
         self._leaders, self._starting = leaders, set[int]()
         self._restarts = 0
-        mine = {name: sources[name] for name, leader in scorer_leaders(world, sources).items() if leader == rank}
+        mine = {name: sources[name] for name, leader in scorer_leaders(rollout, sources).items() if leader == rank}
         self.scorers = {name: self._start(f"reward engine {name}", s.model, s, recipe.seed) for name, s in mine.items()}
 
     def scorer_addresses(self) -> dict[str, EngineAddress]:
@@ -73,16 +75,17 @@ class Fleet:
         """Whether no engine is on its way."""
         return not self._starting
 
-    def publish(self, model: ModelEngine, version: int) -> dict[str, float]:
-        """Give the model's weights as `version` to all engines that are healthy; a collective of all ranks.
+    def publish(self, model: ModelEngine | None, version: int) -> dict[str, float]:
+        """Give the weights of `model`, which ranks that train have, as `version` to all engines that are healthy.
 
-        Returns what is logged. One that fails is started anew, and gets them later, in `tend`.
+        A collective of all ranks. Returns what is logged. An engine that fails is started anew, and gets them later,
+        in `tend`.
         """
         self._restarts, self.serving = 0, {}
         self._starting -= self._healthy()
         return self._publish(model, version, set(range(len(self._leaders))) - self._starting)
 
-    def tend(self, model: ModelEngine, version: int, lost: Iterable[Lost]) -> bool:
+    def tend(self, model: ModelEngine | None, version: int, lost: Iterable[Lost]) -> bool:
         """Start engines anew that were `lost`, and give `version` to those that have become healthy.
 
         A collective of all ranks. Returns whether `serving` has changed. Raises EngineError: an engine still fails
@@ -97,17 +100,17 @@ class Fleet:
                 LOGGER.info("engine %d serves again", number)
         return self.serving != before
 
-    def _publish(self, model: ModelEngine, version: int, wanted: Collection[int]) -> dict[str, float]:
+    def _publish(self, model: ModelEngine | None, version: int, wanted: Collection[int]) -> dict[str, float]:
         if not wanted:
             return {}  # all are starting
         directory = None
         if isinstance(self._recipe.publish, DiskPublish):
             directory = self._job.run.path / f"version_{version}"
-            model.export_hf(directory)
+            if model is not None:
+                model.export_hf(directory)
+        weights = None if model is None else model.weights
         try:
-            found = self._publisher.publish(
-                version, model.weights, self.engine, directory=directory, only=sorted(wanted)
-            )
+            found = self._publisher.publish(version, weights, self.engine, directory=directory, only=sorted(wanted))
         finally:
             if directory is not None and self._job.control.rank == 0:
                 shutil.rmtree(directory)
@@ -165,9 +168,10 @@ class Fleet:
             return Publisher(
                 recipe.publish,
                 job.shape,
-                Training(recipe.layout, job.info.world),
+                Training(recipe.layout, recipe.train_ranks(job.info.world)),
                 engines,
                 job.control,
+                job.links,
                 precision=Precision(getattr(torch, recipe.engine_dtype), recipe.rollout.fp8),
                 device=job.device,
                 ranks_per_node=job.info.ranks_per_node,

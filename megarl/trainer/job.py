@@ -11,7 +11,7 @@ import torch
 
 from megarl.config import AnyRecipe, Model, ModelShape, Optimizer
 from megarl.observe import MetricsLog
-from megarl.runtime import LOGGER, ControlPlane, Guard, RankInfo, choose_device, init_process_group
+from megarl.runtime import LOGGER, ControlPlane, Guard, Links, RankInfo, choose_device, init_process_groups
 from megarl.trainer.run_state import RunDirectory, RunState
 
 if TYPE_CHECKING:
@@ -23,7 +23,10 @@ _CRITIC = "critic"  # its directory in a checkpoint, beside the policy's files
 
 @dataclass(frozen=True)
 class Job:
-    """One rank of a running job. `hosts` are the host names of all ranks, in rank order."""
+    """One rank of a running job. `hosts` are the host names of all ranks, in rank order.
+
+    If it does not `train`, it has engines only.
+    """
 
     info: RankInfo
     control: ControlPlane
@@ -33,10 +36,13 @@ class Job:
     resume: bool
     hosts: list[str]
     device: torch.device
+    links: Links
+    trains: bool
 
     def leave(self) -> None:
         """End this rank's part, together with all ranks."""
-        torch.distributed.destroy_process_group()
+        if self.trains:
+            torch.distributed.destroy_process_group()
         self.control.close()
 
 
@@ -50,11 +56,13 @@ def join(
     *,
     resume: bool,
 ) -> Job:
-    """Meet the other ranks: device, torch process group."""
+    """Meet the other ranks: device, torch process groups."""
     hosts = control.allgather(socket.gethostname(), str, what="exchange of host names")
     device = choose_device(info)
-    init_process_group(control, device, one_node=len(set(hosts)) == 1, deadline_s=recipe.runtime.deadline_s)
-    return Job(info, control, guard, run, shape, resume, hosts, device)
+    train, one_node = recipe.train_ranks(info.world), len(set(hosts)) == 1
+    deadline_s = recipe.runtime.deadline_s
+    links = init_process_groups(control, device, one_node=one_node, deadline_s=deadline_s, train_ranks=train)
+    return Job(info, control, guard, run, shape, resume, hosts, device, links, info.rank < train)
 
 
 def build_engine(
@@ -67,7 +75,7 @@ def build_engine(
     updates_per_step: int = 1,
     temperature: float = 1.0,
 ) -> ModelEngine:
-    """A model engine on all ranks, frozen without an optimizer.
+    """A model engine on all ranks that train, frozen without an optimizer.
 
     A recipe counts its warm-up in steps, the engine in updates.
     """
@@ -91,8 +99,8 @@ def build_engine(
     )
 
 
-def resume_step(job: Job, model: ModelEngine, critic: ModelEngine | None = None) -> tuple[int, float | None]:
-    """Restore the newest checkpoint, if the run is resumed and has one.
+def resume_step(job: Job, model: ModelEngine | None, critic: ModelEngine | None = None) -> tuple[int, float | None]:
+    """Restore the newest checkpoint, if the run is resumed and has one; a collective of all ranks.
 
     Returns the finished steps, and the divergence's coefficient of the next one if it was saved.
     """
@@ -101,7 +109,8 @@ def resume_step(job: Job, model: ModelEngine, critic: ModelEngine | None = None)
     if not path.name:
         return 0, None
     state = job.control.broadcast(newest[1] if newest else None, RunState, what="state to resume")
-    model.load(path, state.updates)
+    if model is not None:
+        model.load(path, state.updates)
     if critic is not None:
         critic.load(path / _CRITIC, state.critic_updates)
     if job.control.rank == 0:
@@ -112,44 +121,50 @@ def resume_step(job: Job, model: ModelEngine, critic: ModelEngine | None = None)
 def save(
     job: Job,
     recipe: AnyRecipe,
-    model: ModelEngine,
+    model: ModelEngine | None,
     step: int,
     *,
     critic: ModelEngine | None = None,
     kl_coefficient: float | None = None,
 ) -> None:
-    """Checkpoint the run after `step` finished steps."""
+    """Checkpoint the run after `step` finished steps; a collective of all ranks."""
 
     def write(directory: Path) -> None:
-        model.save(directory)
+        if model is not None:
+            model.save(directory)
         if critic is not None:
             if job.control.rank == 0:
                 (directory / _CRITIC).mkdir()
-            job.control.barrier("directory of the critic")
+            torch.distributed.barrier()
             critic.save(directory / _CRITIC)
 
-    critic_updates = 0 if critic is None else critic.update_count
-    state = RunState(step, model.update_count, recipe.type, critic_updates, kl_coefficient)
+    updates, critic_updates = (0 if one is None else one.update_count for one in (model, critic))
+    state = RunState(step, updates, recipe.type, critic_updates, kl_coefficient)
     path = job.run.save_checkpoint(job.control, write, state)
     if job.control.rank == 0:
         LOGGER.info("saved %s", path)
 
 
 class Exports:
-    """The snapshots of a run, one after the other; training goes on while one is written."""
+    """The snapshots of a run, one after the other; training goes on while one is written.
 
-    def __init__(self, job: Job, recipe: AnyRecipe, model: ModelEngine) -> None:
+    Ranks without a `model` have no part in them.
+    """
+
+    def __init__(self, job: Job, recipe: AnyRecipe, model: ModelEngine | None) -> None:
         self._run, self._every, self._model = job.run, recipe.checkpoint.export_every, model
         self._last: HfExport | None = None
 
     def after(self, done: int) -> None:
         """Begin a snapshot, if the recipe wants one after `done` steps."""
-        if self._every and done % self._every == 0:
+        if self._model is not None and self._every and done % self._every == 0:
             self.wait()
             self._last = self._model.start_export(self._run.path / f"hf_step_{done:06d}")
 
     def finish(self) -> None:
         """Write the trained model, after the last snapshot."""
+        if self._model is None:
+            return
         self.wait()
         self._model.export_hf(self._run.model)
         LOGGER.info("the trained model is %s", self._run.model)

@@ -17,6 +17,7 @@ from megarl.config import (
     Head,
     HeadName,
     InformativeGroups,
+    Layout,
     ModelShape,
     Own,
     OwnRule,
@@ -297,9 +298,10 @@ def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iter
         where = "on an engine of its own" if isinstance(source, RewardEngine) else "frozen, in the model's layout"
         yield f"reward.sources.{name}: {path}, {_size(read_model_shape(path, 'reward'))}, {where}"
     rollout, size = recipe.rollout, recipe.rollout.tensor_parallel
+    engines = len(recipe.rollout_ranks(world)) // size
     numbers = "float8 with bfloat16" if rollout.fp8 else recipe.engine_dtype
     yield (
-        f"rollouts: {world // size} engines of {size} rank{'s' * (size > 1)} each, in {numbers},"
+        f"rollouts: {engines} engines of {size} rank{'s' * (size > 1)} each, in {numbers},"
         f" policy {rollout.policy}, weights by {recipe.publish.type}"
     )
 
@@ -310,36 +312,47 @@ def _size(shape: ModelShape) -> str:
 
 def describe_ranks(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
     """One line a rank: its coordinates, layers, experts, vocabulary rows and engine, all counted from 0."""
-    layout = recipe.layout
-    rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave
-    layers = shape.layers // parts
-    engine_size = recipe.rollout.tensor_parallel if isinstance(recipe, RlRecipe) else None
-    sources = recipe.reward.engines if isinstance(recipe, RlRecipe) else {}
-    scorers = scorer_leaders(world, sources)
+    train = recipe.train_ranks(world)
     for rank in range(world):
-        place = train_place(rank, world, layout)
-        firsts = [part * layers for part in range(place.pipeline, parts, layout.pipeline)]
-        spans = [_span("layer", first, layers) for first in firsts]
-        if shape.experts and any(shape.has_experts(first + i) for first in firsts for i in range(layers)):
-            count = shape.experts.count // layout.expert
-            spans.append(_span("expert", place.expert * count, count))
-        others = "".join(
-            f" {name} {getattr(place, name)}/{size},"
-            for name in ("context", "expert", "expert_tensor")
-            if (size := getattr(layout, name)) > 1
-        )
-        line = (
-            f"rank {rank}: tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},"
-            f"{others} data {place.data}/{world // layout.model_ranks};"
-            f" {', '.join(spans)}"
-        )
-        if place.pipeline in (0, layout.pipeline - 1):  # embedding and output
-            line += f", {_span('vocabulary row', place.tensor * rows, rows)}"
-        if engine_size and rank in engine_leaders(world, engine_size):
-            line += f"; starts engine {rank // engine_size} on {_span('rank', rank, engine_size)}"
-        for name in (name for name, leader in scorers.items() if leader == rank):
-            line += f"; starts reward engine {name} on {_span('rank', rank, sources[name].tensor_parallel)}"
-        yield line + ("; coordinator" if engine_size and rank == 0 else "")
+        parts = [_part_of_model(recipe.layout, shape, rank, train) if rank < train else "does not train"]
+        if isinstance(recipe, RlRecipe):
+            parts += _engines_of(recipe, rank, world)
+        yield f"rank {rank}: {'; '.join(parts)}"
+
+
+def _part_of_model(layout: Layout, shape: ModelShape, rank: int, train: int) -> str:
+    """What one of `train` ranks has of it."""
+    rows, parts = shape.padded_vocab(layout.tensor) // layout.tensor, layout.pipeline * layout.interleave
+    layers, place = shape.layers // parts, train_place(rank, train, layout)
+    firsts = [part * layers for part in range(place.pipeline, parts, layout.pipeline)]
+    spans = [_span("layer", first, layers) for first in firsts]
+    if shape.experts and any(shape.has_experts(first + i) for first in firsts for i in range(layers)):
+        count = shape.experts.count // layout.expert
+        spans.append(_span("expert", place.expert * count, count))
+    if place.pipeline in (0, layout.pipeline - 1):  # embedding and output
+        spans.append(_span("vocabulary row", place.tensor * rows, rows))
+    others = "".join(
+        f" {name} {getattr(place, name)}/{size},"
+        for name in ("context", "expert", "expert_tensor")
+        if (size := getattr(layout, name)) > 1
+    )
+    return (
+        f"tensor {place.tensor}/{layout.tensor}, pipeline {place.pipeline}/{layout.pipeline},{others}"
+        f" data {place.data}/{train // layout.model_ranks}; {', '.join(spans)}"
+    )
+
+
+def _engines_of(recipe: RlRecipe, rank: int, world: int) -> Iterator[str]:
+    """What a rank starts."""
+    ranks, size, sources = recipe.rollout_ranks(world), recipe.rollout.tensor_parallel, recipe.reward.engines
+    leaders = engine_leaders(ranks, size)
+    if rank in leaders:
+        yield f"starts engine {leaders.index(rank)} on {_span('rank', rank, size)}"
+    for name, leader in scorer_leaders(ranks, sources).items():
+        if leader == rank:
+            yield f"starts reward engine {name} on {_span('rank', rank, sources[name].tensor_parallel)}"
+    if rank == 0:
+        yield "coordinator"
 
 
 def _span(what: str, first: int, count: int) -> str:

@@ -26,15 +26,15 @@ from megarl.trainer.rollout_batch import Models, RolloutBatch
 from megarl.trainer.rollouts import Rollouts
 
 if TYPE_CHECKING:
-    from megarl.model_engine import Metrics, ModelEngine
+    from megarl.model_engine import ModelEngine
 
 
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
     rollouts = Rollouts(job, recipe, key)
-    models = _build_models(job, recipe)
-    model, critic = models.policy, models.critic
+    models = _build_models(job, recipe) if job.trains else None
+    model, critic = (None, None) if models is None else (models.policy, models.critic)
     start, kl_coefficient = resume_step(job, model, critic)
     rollouts.wait_healthy()
     kl_coefficient = recipe.algorithm.kl.coefficient if kl_coefficient is None else kl_coefficient
@@ -47,12 +47,13 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
         phases = Phases()
         with phases("generate"):
             delivery, counts = rollouts.take(step)
-        with phases("score"):
-            batch = RolloutBatch(delivery, recipe, kl_coefficient)
-            batch.score(models)
-        with phases("update"):
-            learned = _update(job, recipe, models, batch, step)
-            kl_coefficient = batch.next_kl_coefficient(learned)
+        if models is not None:
+            with phases("score"):
+                batch = RolloutBatch(delivery, recipe, kl_coefficient)
+                batch.score(models)
+            with phases("update"):
+                learned = _update(job, recipe, models, batch, step)
+                kl_coefficient = batch.next_kl_coefficient(learned)
         with phases("publish"):
             moved = rollouts.publish(model, step + 1)
         if metrics is not None:
@@ -91,10 +92,12 @@ def _build_models(job: Job, recipe: RlRecipe) -> Models:
 
 def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, step: int) -> dict[str, Any]:
     """All updates of a step; returns what is logged. A minibatch in which no group has a signal is passed over."""
-    learned = _update_critic(job, models.critic, batch, step) if models.critic is not None else {}
+    from megarl.model_engine import Metrics
+
+    learned = _update_critic(job, models.critic, batch) if models.critic is not None else {}
     model = models.policy
     if isinstance(recipe.critic, Critic) and step < recipe.critic.warmup_steps:
-        untrained = _merged(job, [batch.mismatch(model)], step)
+        untrained = Metrics.gathered([batch.mismatch(model)], job.device)
         return {**batch.statistics(untrained), **learned, "grad_norm": 0.0, "learning_rate": 0.0}
     minibatches = list(batch.minibatches())
     parts, norms = [], []
@@ -105,21 +108,16 @@ def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, ste
             update = model.update(sequences, batch.loss(), batch.reference(models))
             parts.append(update.metrics)
             norms.append(update.grad_norm)
-    total = _merged(job, parts or [batch.mismatch(model)], step)
+    total = Metrics.gathered(parts or [batch.mismatch(model)], job.device)
     return {**batch.statistics(total), **learned, "grad_norm": max(norms, default=0.0), "learning_rate": rate}
 
 
-def _update_critic(job: Job, critic: ModelEngine, batch: RolloutBatch, step: int) -> dict[str, Any]:
-    updates = [critic.update(sequences, batch.value_loss()) for sequences in batch.all_minibatches()]
-    total = _merged(job, [update.metrics for update in updates], step)
-    return batch.value_statistics(total) | {"critic/grad_norm": max(update.grad_norm for update in updates)}
-
-
-def _merged(job: Job, mine: list[Metrics], step: int) -> Metrics:
-    """The metrics of all updates on all ranks."""
+def _update_critic(job: Job, critic: ModelEngine, batch: RolloutBatch) -> dict[str, Any]:
     from megarl.model_engine import Metrics
 
-    return Metrics.merge(job.control.allgather(Metrics.merge(mine), Metrics, what=f"metrics of step {step + 1}"))
+    updates = [critic.update(sequences, batch.value_loss()) for sequences in batch.all_minibatches()]
+    total = Metrics.gathered([update.metrics for update in updates], job.device)
+    return batch.value_statistics(total) | {"critic/grad_norm": max(update.grad_norm for update in updates)}
 
 
 def _report(metrics: MetricsLog, row: dict[str, Any]) -> None:

@@ -66,8 +66,11 @@ class Rollouts:
         """Return when all engines are."""
         self._fleet.wait_healthy()
 
-    def publish(self, model: ModelEngine, version: WeightVersion) -> dict[str, float]:
-        """From now on the engines answer with the model's present weights; returns what is logged."""
+    def publish(self, model: ModelEngine | None, version: WeightVersion) -> dict[str, float]:
+        """From now on the engines answer with the present weights of the model, which ranks that train have.
+
+        Returns what is logged.
+        """
         # an engine that fails from now on is started anew with the new weights
         self._model, self._version = model, version
         mode = self._recipe.mode

@@ -46,7 +46,7 @@ def train_sft(job: Job, recipe: SftRecipe) -> None:
             size = recipe.batch.sequences
             rows = [encoded[i % len(encoded)] for i in range(step * size, (step + 1) * size)]
             update = model.update(weighted(rows), loss)
-            total = Metrics.merge(job.control.allgather(update.metrics, Metrics, what=f"metrics of step {step + 1}"))
+            total = Metrics.gathered([update.metrics], job.device)
         if metrics is not None:
             row = {
                 "step": step + 1,

@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 
 from megarl.config import HeadName, Layout, RecipeError, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from tests.distributed import numerics
 from tests.distributed.payload_numerics import CPU, DEADLINE_S, engine
 from tests.distributed.payload_partition import loss
@@ -36,7 +36,7 @@ OTHERS: list[tuple[str, HeadName, str, str]] = [
 def main(file: str) -> None:
     plan = Path(file)
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     seen = [follow(Path(model), *layouts, control) for model, *layouts in msgspec.json.decode(plan.read_bytes())]
     if control.rank == 0:
         damage(plan.parent / "qwen2/checkpoint", plan.parent / "damaged/checkpoint")

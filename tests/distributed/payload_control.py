@@ -18,7 +18,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from megarl.runtime import ControlPlane, RankInfo, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, RankInfo, connect, init_process_groups, rank_info
 from megarl.runtime.control.mpi import MpiControlPlane
 
 LARGE_BYTES = 20_000_000
@@ -91,7 +91,7 @@ def barrier(control: ControlPlane) -> bool:
 
 def torch_group(control: ControlPlane) -> float:
     """A sum over all ranks, by a process group that met through the plane."""
-    init_process_group(control, torch.device("cpu"), one_node=True, deadline_s=60)
+    init_process_groups(control, torch.device("cpu"), one_node=True, deadline_s=60)
     total = torch.tensor(float(control.rank + 1))
     dist.all_reduce(total)
     dist.destroy_process_group()

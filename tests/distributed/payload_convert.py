@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 from megarl.model_engine import ModelEngine
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from tests.distributed.payload_checkpoints import build, update
 from tests.distributed.payload_numerics import CPU, DEADLINE_S
 
@@ -22,7 +22,7 @@ from tests.distributed.payload_numerics import CPU, DEADLINE_S
 def main(file: str) -> None:
     plan = Path(file)
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     wrong = [follow(Path(model), layout, control) for model, layout in msgspec.json.decode(plan.read_bytes())]
     if control.rank == 0:
         plan.with_suffix(".seen").write_bytes(msgspec.json.encode(wrong))

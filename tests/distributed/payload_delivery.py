@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.config import Layout, Model, Optimizer, RlRecipe, load_recipe, read_model_shape
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from megarl.trainer.rollout_batch import Models, RolloutBatch
 from megarl.transfer_queue import Counters, Delivery, Keys, QueueClient, QueueServer
 from megarl.types import Offer
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def main(file: str) -> None:
     plan = delivery.Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     recipe = load_recipe(plan.recipe, [])
     assert isinstance(recipe, RlRecipe)
     keys = control.broadcast(Keys.new() if control.rank == 0 else None, Keys, what="keys")

@@ -28,7 +28,7 @@ import megarl.model_engine.heads as heads_module
 from megarl.config import ExpertBalance, Layout, Model, ModelShape, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence, build, specification
 from megarl.model_engine.modules import RMSNorm
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from megarl.weights import HfReader
 from tests.distributed import numerics
 from tests.distributed.hf_routing import Routing, read_experts
@@ -62,7 +62,7 @@ def run(file: str, compare_one: Callable[[Path, Layout, ControlPlane, Path], Any
     """Compare each of the plan's references at each layout; the last argument is where the comparison may write."""
     plan = numerics.Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     for name, fields in plan.layouts.items():
         layout = Layout.model_validate(fields)
         change = plan.changes.get(name)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megarl.config import Layout, Model, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, PartAwayError, TokenSequence
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from tests.distributed import numerics
 from tests.distributed.offload_plan import UPDATES, Case, Held, Memory, Plan, Report, Trained
 from tests.distributed.payload_numerics import CPU, OPTIMIZER
@@ -34,7 +34,7 @@ BUCKET_BYTES = 1 << 20
 def main(file: str) -> None:
     plan = Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     for name, case in plan.cases.items():
         report = run(case, plan.out / name, control)
         if control.rank == 0:

@@ -15,7 +15,7 @@ from torch import Tensor
 from megarl.algorithms import token_weights
 from megarl.config import Layout, Model, Optimizer, read_model_shape
 from megarl.model_engine import Metrics, MicroBatch, ModelEngine, TokenSequence
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from tests.distributed import partition
 
 DEADLINE_S = 240.0
@@ -25,7 +25,7 @@ STANDING_STILL = 1e-30  # a learning rate that changes no weight
 def main(file: str) -> None:
     plan = partition.Plan.read(Path(file))
     control = connect(rank_info(), DEADLINE_S)
-    init_process_group(control, torch.device("cpu"), one_node=True, deadline_s=DEADLINE_S)
+    init_process_groups(control, torch.device("cpu"), one_node=True, deadline_s=DEADLINE_S)
     found = {name: run(plan, Layout.model_validate(fields), control) for name, fields in plan.layouts.items()}
     if control.rank == 0:
         partition.write(plan.out, found)

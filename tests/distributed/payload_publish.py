@@ -13,7 +13,7 @@ import torch
 
 from megarl.checkpoint_engine import Engines, PlanError, Precision, Publisher, Training, publish
 from megarl.config import DirectPublish, Layout, ModelShape
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, Links, connect, init_process_groups, rank_info
 from tests.publication import Model, Source, Target, flipped_bit, small_shape
 
 CPU = torch.device("cpu")
@@ -41,12 +41,12 @@ CASTS: list[tuple[str, dict[str, Any], Layout, Engines]] = [
 
 def main(out: str) -> None:
     control = connect(rank_info(), 60.0)
-    init_process_group(control, CPU, one_node=True, deadline_s=60.0)
+    links = init_process_groups(control, CPU, one_node=True, deadline_s=60.0)
     directory = Path(out)
     publish._MIB = 200  # so that small models have many buckets
     for family, layout, world, engines in CASES:
         shape = small_shape(family, directory / f"{family}_{control.rank}")
-        case = Case(control, shape, layout, world, engines, Precision(torch.float32))
+        case = Case(control, links, shape, layout, world, engines, Precision(torch.float32))
         case.every_version()
         if family in ("qwen2", "qwen3_moe"):
             case.changes_alone()
@@ -55,10 +55,11 @@ def main(out: str) -> None:
     for family, fields, layout, engines in CASTS:
         shape = small_shape(family, directory / f"cast_{family}_{control.rank}", **fields)
         for precision in (Precision(torch.bfloat16), Precision(torch.bfloat16, fp8=True)):
-            Case(control, shape, layout, WORLD, engines, precision).every_version()
+            Case(control, links, shape, layout, WORLD, engines, precision).every_version()
     small = small_shape("qwen3", directory / f"small_{control.rank}")
     with contextlib.suppress(PlanError):
-        Case(control, small, Layout(), 4, Engines(((0, 1),)), Precision(torch.bfloat16, fp8=True)).every_version()
+        wrong = Precision(torch.bfloat16, fp8=True)
+        Case(control, links, small, Layout(), 4, Engines(((0, 1),)), wrong).every_version()
         raise AssertionError("parts of blocks were not refused")
     torch.distributed.destroy_process_group()
     control.close()
@@ -68,13 +69,15 @@ class Case:
     def __init__(
         self,
         control: ControlPlane,
+        links: Links,
         shape: ModelShape,
         layout: Layout,
         world: int,
         engines: Engines,
         precision: Precision,
     ) -> None:
-        self.control, self.shape, self.engines, self.precision = control, shape, engines, precision
+        self.control, self.links, self.shape = control, links, shape
+        self.engines, self.precision = engines, precision
         self.source = Source(shape, layout, world, control.rank, torch.float32)
         self.source.version(0)
         self.number = next((n for n, ranks in enumerate(engines.ranks) if ranks[0] == control.rank), None)
@@ -87,6 +90,7 @@ class Case:
             self.training,
             self.engines,
             self.control,
+            self.links,
             precision=self.precision,
             device=CPU,
             ranks_per_node=2,

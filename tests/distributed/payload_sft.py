@@ -21,7 +21,7 @@ from megarl.config import CosineSchedule, Layout, Model, Optimizer, read_model_s
 from megarl.data import Sequence
 from megarl.model_engine import Metrics, ModelEngine, TokenSequence
 from megarl.model_engine.logprobs import token_logprobs
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, connect, init_process_groups, rank_info
 from megarl.trainer.sft import loss, weighted
 from megarl.weights import HfReader
 from tests.distributed import hf_loop
@@ -35,7 +35,7 @@ def main(file: str) -> None:
     faulthandler.dump_traceback_later(STUCK_S)
     plan = Plan.read(Path(file))
     control = connect(rank_info(), 240)
-    init_process_group(control, CPU, one_node=True, deadline_s=240)
+    init_process_groups(control, CPU, one_node=True, deadline_s=240)
     families = {family: run_family(plan, family, control) for family in plan.models}
     report = Report(
         families=families,

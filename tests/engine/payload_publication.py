@@ -19,7 +19,7 @@ from megarl.checkpoint_engine import Engines, Precision, Publisher, Training
 from megarl.config import Layout, ModelShape, Publish, read_model_shape
 from megarl.model_engine import MicroBatch, ModelEngine, TokenSequence
 from megarl.rollout_engine import EngineAddress, EngineControl
-from megarl.runtime import ControlPlane, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, Links, connect, init_process_groups, rank_info
 from tests.distributed import numerics
 from tests.distributed.payload_numerics import CPU, engine
 from tests.engine.publication_plan import KEY, Plan, Seen
@@ -32,11 +32,11 @@ def main(file: str) -> None:
     plan = Plan.read(Path(file))
     info = rank_info()
     control = connect(info, DEADLINE_S)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    links = init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     layout, shape = Layout.model_validate(plan.layout), read_model_shape(plan.model)
     model = engine(plan.model, shape, layout)
     for count in plan.counts:
-        seen = Publications(plan, control, model, layout, shape, count).run()
+        seen = Publications(plan, control, links, model, layout, shape, count).run()
         if info.rank == 0:
             seen.write(plan.out / f"seen_{count}.json")
     dist.destroy_process_group()
@@ -47,7 +47,14 @@ class Publications:
     """To the first `count` engines."""
 
     def __init__(
-        self, plan: Plan, control: ControlPlane, model: ModelEngine, layout: Layout, shape: ModelShape, count: int
+        self,
+        plan: Plan,
+        control: ControlPlane,
+        links: Links,
+        model: ModelEngine,
+        layout: Layout,
+        shape: ModelShape,
+        count: int,
     ) -> None:
         self.plan, self.control, self.model, self.rank = plan, control, model, control.rank
         self.addresses, self.ranks = plan.engines[:count], plan.ranks[:count]
@@ -57,6 +64,7 @@ class Publications:
             Training(layout, control.world),
             Engines(tuple(map(tuple, self.ranks))),
             control,
+            links,
             precision=Precision(torch.float32),
             device=CPU,
             ranks_per_node=control.world,

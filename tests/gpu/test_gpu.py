@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from megarl.config import Layout, Model, Optimizer, read_model_shape
 from megarl.model_engine import MicroBatch, ModelEngine, Moved, TokenSequence, specification, token_logprobs
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.logprobs import CHUNK_BYTES
+from megarl.runtime import Links
+from megarl.runtime.device import group_of_all
 from tests.families import write_model
 
 pytestmark = [
@@ -220,3 +224,13 @@ def test_logprobs_need_no_memory_for_all_logits(device: torch.device) -> None:
         f" and gradients {states / GB:.2f}; all logits in float32 {4 * tokens * vocab / GB:.1f}; {took:.3f} s"
     )
     assert peak <= bound
+
+
+def test_ranks_that_do_not_train_are_reached_by_nccl(device: torch.device) -> None:
+    """One GPU has one rank, which sends to itself."""
+    control: Any = SimpleNamespace(rank=0, world=1)
+    links = Links(group_of_all(control, dist.HashStore(), device, timedelta(seconds=60)), device)
+    given, found = torch.arange(1 << 20, device=device), torch.zeros(1 << 20, dtype=torch.int64, device=device)
+    for work in links.start([(True, given, 0), (False, found, 0)]):
+        work.wait(timedelta(seconds=60))
+    assert torch.equal(given, found)

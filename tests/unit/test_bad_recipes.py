@@ -240,7 +240,10 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("mode={max_lag: 1, interrupt: true, ask: 1}", ["mode.ask: 1 groups at once", "at most (max_lag + 1) x batch.pr"]),
     ("mode.interrupt=true", ["mode.interrupt: with max_lag 0 all responses are finished when the weights change"]),
     ("mode.max_lag=1", ["mode.interrupt: where rollouts and training take turns", "set mode.interrupt=true, or max_l"]),
-    ("rollout.tensor_parallel=3", ["engines of 3 ranks must divide the world evenly", "there are 4 ranks, 4 a node"]),
+    (
+        "rollout.tensor_parallel=3",
+        ["engines of 3 ranks must divide those that roll out evenly", "there are 4 ranks, 4 a node"],
+    ),
     ("rollout.max_new_tokens=64", ["rollout.max_new_tokens: 64 leaves no room", "64 positions; make it smaller"]),
     ("rollout.max_new_tokens=55", ["train.jsonl: line ", "tokens, but the model's 64 positions less", "leave 9"]),
     ("rollout.server_args={port: 1}", ["rollout.server_args.port: megarl sets this one itself; leave it out"]),
@@ -582,6 +585,44 @@ def test_a_dry_run_shows_where_the_experts_are(tmp_path: Path) -> None:
         "rank 4: tensor 0/2, pipeline 1/2, expert 0/4, data 0/2; layers 2-3, experts 0-1, vocabulary rows 0-255",
         "rank 5: tensor 1/2, pipeline 1/2, expert 1/4, data 0/2; layers 2-3, experts 2-3, vocabulary rows 256-511",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "engines"),
+    [
+        (
+            "disaggregated",
+            ["", "", "engine 0 on ranks 2-3", "", "engine 1 on ranks 4-5", "reward engine served on rank 5"],
+        ),
+        (
+            "hybrid",
+            [
+                "engine 0 on ranks 0-1",
+                "",
+                "engine 1 on ranks 2-3",
+                "",
+                "engine 2 on ranks 4-5",
+                "reward engine served on rank 5",
+            ],
+        ),
+    ],
+)
+def test_a_dry_run_shows_who_trains_and_who_rolls_out(job: Path, kind: str, engines: list[str]) -> None:
+    overrides = [
+        "layout.tensor=2",
+        "rollout.tensor_parallel=2",
+        f"placement={{type: {kind}, train_ranks: 2}}",
+        "reward.sources.served={type: engine, model: {path: scorer}}",
+    ]
+    recipe = load_recipe(job / "rl.yaml", overrides)
+    shape = read_model_shape(recipe.model.path)
+    said = [line.split("; starts ") for line in describe_ranks(recipe, shape, world=6)]
+    assert [head.removesuffix("; coordinator") for head, *_ in said] == [
+        "rank 0: tensor 0/2, pipeline 0/1, data 0/1; layers 0-1, vocabulary rows 0-255",
+        "rank 1: tensor 1/2, pipeline 0/1, data 0/1; layers 0-1, vocabulary rows 256-511",
+        *(f"rank {rank}: does not train" for rank in range(2, 6)),
+    ]
+    assert ["".join(starts).removesuffix("; coordinator") for _, *starts in said] == engines
 
 
 def test_a_dry_run_names_all_models(job: Path) -> None:

@@ -281,11 +281,11 @@ def test_places_are_unique_complete_and_in_megatrons_order(world: int, tensor: i
     assert [(place.tensor, place.pipeline, place.data) for place in places] == expected
 
 
-@given(engines=st.integers(1, 64), size=st.integers(1, 16))
-def test_each_rank_belongs_to_one_engine(engines: int, size: int) -> None:
-    leaders = engine_leaders(engines * size, size)
-    members = [rank for leader in leaders for rank in range(leader, leader + size)]
-    assert members == list(range(engines * size))
+@given(first=st.integers(0, 64), engines=st.integers(1, 64), size=st.integers(1, 16))
+def test_each_rank_belongs_to_one_engine(first: int, engines: int, size: int) -> None:
+    ranks = range(first, first + engines * size)
+    leaders = engine_leaders(ranks, size)
+    assert [rank for leader in leaders for rank in range(leader, leader + size)] == list(ranks)
 
 
 # --- the model's shape
@@ -368,6 +368,7 @@ def test_any_config_json_is_taken_or_explained(tmp_path_factory: pytest.TempPath
 
 CRITIC = "critic={type: critic, model: {path: m}, optimizer: {learning_rate: 1e-4}}"
 FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tensor_parallel=2"]
+APART = "placement={type: disaggregated, train_ranks: 6}"
 
 
 @pytest.mark.parametrize(
@@ -375,12 +376,16 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
     [
         ([], 12, ""),
         ([], 6, ""),
-        ([], 10, "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; start a multiple of 6 ranks"),
+        (
+            [],
+            10,
+            "10 ranks cannot be divided into tensor 2 x pipeline 3 x context 1 = 6; train on a multiple of 6 ranks",
+        ),
         (["layout.tensor=8"], 24, ""),  # two ranks share a key-value head
         (["layout.tensor=3"], 18, "attention heads (8), key-value heads (4), MLP width (160); use one of 1, 2, 4, 8"),
         (["layout.pipeline=4"], 8, "layout.pipeline: 4 does not divide the model's 6 layers; use one of 1, 2, 3, 6"),
         (["layout.context=2"], 12, ""),
-        (["layout.context=2"], 18, "x context 2 = 12; start a multiple of 12 ranks"),
+        (["layout.context=2"], 18, "x context 2 = 12; train on a multiple of 12 ranks"),
         (["layout.interleave=2"], 6, ""),
         (["layout.interleave=3"], 6, "pipeline x interleave = 9 does not divide the model's 6 layers; use one of"),
         (["layout.pipeline=1", "layout.interleave=2"], 6, "2 parts need a pipeline to interleave"),
@@ -412,8 +417,21 @@ FITS = ["layout.tensor=2", "layout.pipeline=3", "batch.prompts=4", "rollout.tens
             "8 samples is never between 0.25 and 0.375",
         ),
         (["batch.sampling={type: informative, low: 0.2, high: 0.375}"], 6, ""),
-        (["rollout.tensor_parallel=4"], 6, "engines of 4 ranks must divide the world evenly, and each lie on one node"),
+        (
+            ["rollout.tensor_parallel=4"],
+            6,
+            "engines of 4 ranks must divide those that roll out evenly, and each lie on one node",
+        ),
         (["rollout.tensor_parallel=3"], 6, "tensor_parallel: 3 does not divide the model's attention heads (8)"),
+        ([APART, "algorithm.minibatches=32"], 12, ""),  # 6 ranks that train are one data-parallel rank
+        ([APART], 6, "placement.train_ranks: 6 of 6 ranks leave none that only rolls out; start more ranks"),
+        (["placement={type: hybrid, train_ranks: 6}"], 4, "placement.train_ranks: 6 of 4 ranks leave none"),
+        (["placement={type: disaggregated, train_ranks: 4}"], 12, "layout: 4 ranks cannot be divided into tensor 2"),
+        ([APART, "rollout.tensor_parallel=2"], 9, "must divide those that roll out evenly, and each lie on one node"),
+        ([APART, "rollout.tensor_parallel=2"], 9, "; ranks 6 to 8 roll out, 9 a node"),
+        (["placement={type: hybrid, train_ranks: 6}", "rollout.tensor_parallel=2"], 8, ""),
+        ([APART, "publish.type=full"], 12, "publish.type: full has ranks send the model that they train"),
+        ([APART, "publish.type=disk"], 12, ""),
         (["rollout.tensor_parallel=8"], 24, ""),  # each key-value head on two ranks
         (["rollout.tensor_parallel=12"], 12, "12 does not divide"),
         (["rollout.max_new_tokens=1024"], 6, "rollout.max_new_tokens: 1024 leaves no room for a prompt"),
@@ -436,6 +454,39 @@ def test_an_engine_lies_on_one_node_or_on_whole_ones(tmp_path: Path) -> None:
         check_recipe(recipe, SHAPE, world=8, ranks_per_node=ranks_per_node)
     with pytest.raises(RecipeError, match="there are 12 ranks, 3 a node"):
         check_recipe(recipe, SHAPE, world=12, ranks_per_node=3)
+
+
+@pytest.mark.parametrize(
+    ("size", "train", "world", "ranks_per_node", "fits"),
+    [
+        (2, 2, 10, 4, True),
+        (4, 1, 5, 5, True),  # not where a multiple of its size begins, but on one node
+        (4, 2, 10, 8, False),  # 6 to 9
+        (8, 4, 12, 4, True),
+        (8, 2, 10, 4, False),  # parts of three nodes
+    ],
+)
+def test_engines_beside_ranks_that_train_lie_well(
+    tmp_path: Path, size: int, train: int, world: int, ranks_per_node: int, fits: bool
+) -> None:
+    placement = f"placement={{type: disaggregated, train_ranks: {train}}}"
+    recipe = load(tmp_path, RL, f"rollout.tensor_parallel={size}", placement)
+    if fits:
+        return check_recipe(recipe, SHAPE, world=world, ranks_per_node=ranks_per_node)
+    with pytest.raises(RecipeError, match=f"ranks {train} to {world - 1} roll out, {ranks_per_node} a node"):
+        check_recipe(recipe, SHAPE, world=world, ranks_per_node=ranks_per_node)
+
+
+def test_placements_say_who_trains_and_who_rolls_out(tmp_path: Path) -> None:
+    roles = {}
+    for placement in ("{type: colocated}", "{type: disaggregated, train_ranks: 3}", "{type: hybrid, train_ranks: 3}"):
+        recipe = load(tmp_path, RL, f"placement={placement}")
+        roles[recipe.placement.type] = (recipe.train_ranks(8), list(recipe.rollout_ranks(8)))
+    assert roles == {
+        "colocated": (8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        "disaggregated": (3, [3, 4, 5, 6, 7]),
+        "hybrid": (3, [0, 1, 2, 3, 4, 5, 6, 7]),
+    }
 
 
 def test_the_batch_of_an_sft_recipe_is_enough_for_the_data_parallel_ranks(tmp_path: Path) -> None:

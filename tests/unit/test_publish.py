@@ -32,8 +32,9 @@ class Control:
 class Case:
     def __init__(self, shape: ModelShape, method: Publish, dtype: torch.dtype = torch.float32) -> None:
         control: Any = Control()
+        links: Any = None  # there is nobody to exchange with
         options: dict[str, Any] = {"precision": Precision(dtype), "device": CPU, "ranks_per_node": 1, "timeout_s": 5.0}
-        self.publisher = Publisher(method, shape, Training(Layout(), 1), ENGINES, control, **options)
+        self.publisher = Publisher(method, shape, Training(Layout(), 1), ENGINES, control, links, **options)
         self.source = Source(shape, Layout(), 1, 0, torch.float32)
         self.source.version(1)
         self.dtype = dtype

@@ -29,7 +29,7 @@ from megarl.config import (
 )
 from megarl.model_engine import ModelEngine
 from megarl.rollout_engine import Engine
-from megarl.runtime import ControlPlane, Guard, connect, init_process_group, rank_info
+from megarl.runtime import ControlPlane, Guard, Links, connect, init_process_groups, rank_info
 from tools.bench.weight_sync import LAYERS, METHODS, Measured, Plan, Publication
 
 CPU = torch.device("cpu")
@@ -51,8 +51,8 @@ def main(file: str) -> None:
     guard = Guard(info.rank)
     control = connect(info, DEADLINE_S)
     engine = start_engine(plan, info.rank, guard)
-    init_process_group(control, CPU, one_node=True, deadline_s=DEADLINE_S)
-    rank = Rank(plan, control, engine)
+    links = init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    rank = Rank(plan, control, links, engine)
     if engine is not None:
         engine.wait_healthy()
     control.barrier("engines")
@@ -121,7 +121,7 @@ class TimedEngine:
 
 
 class Rank:
-    def __init__(self, plan: Plan, control: ControlPlane, engine: Engine | None) -> None:
+    def __init__(self, plan: Plan, control: ControlPlane, links: Links, engine: Engine | None) -> None:
         self._plan, self._control, self._engine, self._version = plan, control, engine, 0
         layout, shape = Layout.model_validate(plan.layout), read_model_shape(plan.model)
         self._model = ModelEngine(
@@ -142,6 +142,7 @@ class Rank:
                 training,
                 engines,
                 control,
+                links,
                 precision=Precision(DTYPE),
                 device=CPU,
                 ranks_per_node=control.world,
