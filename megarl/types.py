@@ -88,3 +88,39 @@ class Group(msgspec.Struct):
     def oldest_version(self) -> WeightVersion:
         """The version of the oldest token of any trajectory."""
         return min(span.version for trajectory in self.trajectories for span in trajectory.versions)
+
+
+class TrajectoryHeader(msgspec.Struct):
+    """A trajectory without what it has for each token: all that a rank knows of one that another rank reads.
+
+    `length` is of the response. `ending` is the last token of prompt and response, and how often it stands at the end.
+    """
+
+    length: int
+    ending: tuple[int, int]
+    versions: list[VersionSpan]
+    finish_reason: FinishReason
+    scores: dict[str, float]
+
+
+class GroupHeader(msgspec.Struct):
+    """A group without its tokens and texts; `index` and `dataset` are its prompt's."""
+
+    index: int
+    dataset: str
+    prompt_length: int
+    trajectories: list[TrajectoryHeader]
+    greedy_scores: dict[str, float] | None = None
+
+
+class Offer(msgspec.Struct):
+    """One step's groups as the transfer queue offers them: headers for all ranks, and where each fetches its share.
+
+    `server_key` is the public key of who answers at `endpoint`; `metrics` are what is logged of the queue.
+    """
+
+    step: int
+    groups: list[GroupHeader]
+    endpoint: str
+    server_key: str
+    metrics: dict[str, float]

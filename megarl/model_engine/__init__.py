@@ -9,7 +9,7 @@ this door is opened.
 from megarl.model_engine.engine import LossFunction, Metrics, ModelEngine, Update
 from megarl.model_engine.export import HfExport
 from megarl.model_engine.logprobs import token_logprobs
-from megarl.model_engine.microbatch import MicroBatch, TokenSequence
+from megarl.model_engine.microbatch import MicroBatch, RemoteTokens, TokenSequence
 from megarl.model_engine.offload import Held, Moved, Part, PartAwayError
 from megarl.model_engine.weights import ModelWeights
 
@@ -24,6 +24,7 @@ __all__ = [
     "Moved",
     "Part",
     "PartAwayError",
+    "RemoteTokens",
     "TokenSequence",
     "Update",
     "token_logprobs",

@@ -30,7 +30,7 @@ from megarl.model_engine.build import (
 from megarl.model_engine.export import HfExport
 from megarl.model_engine.flops import training_flops
 from megarl.model_engine.heads import LogprobHead, output_head
-from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate, inputs
+from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate, inputs, load
 from megarl.model_engine.offload import PARTS, Moved, Offloader, Part
 from megarl.model_engine.routing import check_choices
 from megarl.model_engine.weights import ModelWeights
@@ -167,7 +167,7 @@ class ModelEngine:
         assert self._shape.head.name == head, f"a {self._shape.head.name} model is asked for what a {head} model gives"
         self._offloader.require("a forward pass", "parameters")
         # columns are for losses, and those of a policy do not fit what a reward model is fed
-        sequences = self._head.fed([replace(sequence, columns={}) for sequence in sequences])
+        sequences = self._head.fed([replace(sequence, columns={}, fetched=()) for sequence in sequences])
         flat = torch.zeros(sum(sequence.response_length for sequence in sequences), device=self._device)
 
         def collect(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
@@ -195,21 +195,10 @@ class ModelEngine:
         """
         assert self._optimizer_recipe is not None, "a frozen model cannot be updated"
         self._offloader.require("update", *PARTS)
-        seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-
-        def counted(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
-            value, sums, maxima = loss(batch, *outputs)
-            if self._reports:
-                seen.append((sums, maxima))
-            return value, {}
-
         for part in self._model:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        self._run(self._head.fed(sequences), counted, reference, forward_only=False)
-        metrics = Metrics()
-        for sums, maxima in seen:  # not before: reading a value waits for the device
-            metrics.add(sums, maxima)
+        metrics = self._measure(sequences, loss, reference, forward_only=False)
         rate = self.learning_rate
         for group in self._optimizer.param_groups:
             group["lr"] = rate
@@ -224,6 +213,29 @@ class ModelEngine:
             )
         self.update_count += 1
         return Update(grad_norm=float(grad_norm), learning_rate=rate, metrics=metrics)
+
+    def observe(self, sequences: list[TokenSequence], loss: LossFunction) -> Metrics:
+        """This rank's metrics of `loss` over all sequences, without a gradient."""
+        self._offloader.require("a forward pass", "parameters")
+        with torch.no_grad():
+            return self._measure(sequences, loss, None, forward_only=True)
+
+    def _measure(
+        self, sequences: list[TokenSequence], loss: LossFunction, reference: ModelEngine | None, *, forward_only: bool
+    ) -> Metrics:
+        seen: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+
+        def counted(batch: MicroBatch, *outputs: Tensor) -> tuple[Tensor, dict[str, Any]]:
+            value, sums, maxima = loss(batch, *outputs)
+            if self._reports:
+                seen.append((sums, maxima))
+            return value, {}
+
+        self._run(self._head.fed(sequences), counted, reference, forward_only=forward_only)
+        metrics = Metrics()
+        for sums, maxima in seen:  # not before: reading a value waits for the device
+            metrics.add(sums, maxima)
+        return metrics
 
     @property
     def learning_rate(self) -> float:
@@ -271,7 +283,7 @@ class ModelEngine:
 
     def _microbatches(self, sequences: list[TokenSequence]) -> list[MicroBatch]:
         """This data-parallel rank's; as many on every rank."""
-        check_sequences(sequences, self._shape.vocab, self._shape.max_positions)
+        check_sequences(sequences, self._shape.max_positions)
         given = (sequence.experts for sequence in sequences if sequence.experts is not None)
         check_choices(given, self._shape.experts)
         plan = plan_microbatches(
@@ -281,6 +293,7 @@ class ModelEngine:
             cost=lambda length: training_flops(self._shape, length),
         )
         mine = plan[parallel_state.get_data_parallel_rank()]
+        sequences = load(sequences, mine, self._shape.vocab)
         # interleaved stages take turns in groups of one micro-batch for each stage
         group = self._layout.pipeline if self._layout.interleave > 1 else 1
         mine += [[]] * (-len(mine) % group)

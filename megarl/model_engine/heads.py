@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.config import CriticHead, ModelShape, PolicyHead, RewardHead
 from megarl.model_engine.logprobs import token_divergences, token_logprobs
-from megarl.model_engine.microbatch import MicroBatch, TokenSequence
+from megarl.model_engine.microbatch import MicroBatch, RemoteTokens, TokenSequence
 from megarl.model_engine.modules import HiddenOutput, ScalarOutput
 
 
@@ -95,11 +95,19 @@ class ScoreHead(ValueHead):
 
     def fed(self, sequences: list[TokenSequence]) -> list[TokenSequence]:
         """Without the padding at their ends, and with one more token, which is not read, as the response."""
-        read = [self._head.scored(sequence.input_ids) for sequence in sequences]
+        read = [self._scored(sequence.input_ids) for sequence in sequences]
         return [
-            replace(sequence, input_ids=[*ids, self._head.padding], prompt_length=len(ids))
+            replace(sequence, input_ids=ids, prompt_length=len(ids) - 1)
             for sequence, ids in zip(sequences, read, strict=True)
         ]
+
+    def _scored(self, ids: list[int] | Tensor | RemoteTokens) -> list[int] | RemoteTokens:
+        padding = self._head.padding
+        if isinstance(ids, RemoteTokens):
+            last, times = ids.ending
+            length = max(ids.length - times, 1) if last == padding else ids.length
+            return replace(ids, length=length, then=(padding,))
+        return [*self._head.scored(list(ids)), padding]
 
 
 def output_head(shape: ModelShape, temperature: float) -> OutputHead:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,45 @@ from megarl.model_engine.routing import RoutedTokens
 _COLUMN = "column "  # before the names of columns, where they lie beside the micro-batch's own tensors
 
 
+class Source(Protocol):
+    """Where tokens and columns of sequences lie until a rank reads them."""
+
+    def load(self, wanted: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[Any]]:
+        """Vectors, as numpy arrays or tensors: of each field those of the sequences with these numbers."""
+
+
+@dataclass(frozen=True)
+class RemoteTokens:
+    """Tokens that lie elsewhere until this rank reads them: the first `length` of `input_ids` of the `source`'s
+    sequence `number`, with `then` behind them.
+
+    `ending` is the last token of the whole sequence, and how often it stands at the end.
+    """
+
+    source: Source
+    number: int
+    length: int
+    ending: tuple[int, int]
+    then: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return self.length + len(self.then)
+
+
 @dataclass(frozen=True)
 class TokenSequence:
     """A prompt and its response. `columns` hold one value for each response token, such as its advantage.
 
-    `experts` are those that each input token is to go to, in each layer that has any; a negative number, or a row that
-    is missing at the end, leaves the choice to the model's router.
+    `fetched` are names of further columns, which come from the source of `input_ids` together with these. `experts` are
+    those that each input token is to go to, in each layer that has any; a negative number, or a row that is missing at
+    the end, leaves the choice to the model's router.
     """
 
-    input_ids: list[int]
+    input_ids: list[int] | Int[Tensor, " tokens"] | RemoteTokens
     prompt_length: int
     columns: dict[str, Tensor] = field(default_factory=dict)
     experts: Int[Tensor, "inputs layers active"] | None = None
+    fetched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.prompt_length <= len(self.input_ids):
@@ -40,6 +68,12 @@ class TokenSequence:
     @property
     def response_length(self) -> int:
         return len(self.input_ids) - self.prompt_length
+
+    @property
+    def tokens(self) -> Int[Tensor, " tokens"]:
+        """Its tokens, which must have been loaded."""
+        assert not isinstance(self.input_ids, RemoteTokens), "asked for tokens that are not this rank's to read"
+        return torch.as_tensor(self.input_ids)
 
 
 @dataclass(frozen=True)
@@ -92,26 +126,53 @@ def inputs(sequence: TokenSequence) -> int:
     return len(sequence.input_ids) - 1
 
 
-def check_sequences(sequences: Sequence[TokenSequence], vocab: int, positions: int) -> None:
+def check_sequences(sequences: Sequence[TokenSequence], positions: int) -> None:
     """Raise ValueError for what would be computed wrong without a word, or end in an error that names no sequence."""
+    columns = [*sequences[0].columns, *sequences[0].fetched] if sequences else []
     for index, sequence in enumerate(sequences):
         if inputs(sequence) > positions:
             raise ValueError(
                 f"sequence {index} has {inputs(sequence)} tokens to read, more than the model's {positions} positions;"
                 " shorten it"
             )
-        for token in (min(sequence.input_ids), max(sequence.input_ids)):
+        given = {name: len(values) for name, values in sequence.columns.items()}
+        given |= dict.fromkeys(sequence.fetched, sequence.response_length)
+        if given != dict.fromkeys(columns, sequence.response_length):
+            raise ValueError(
+                f"sequence {index} has columns of {given} values, expected {sequence.response_length} (one for each"
+                f" response token) of each of {columns}, as the first sequence has"
+            )
+
+
+def load(sequences: Sequence[TokenSequence], plan: Sequence[Sequence[int]], vocab: int) -> list[TokenSequence]:
+    """The sequences; those that `plan` names have their tokens and columns here.
+
+    Raises ValueError: a token that `plan` names is not in the vocabulary.
+    """
+    there, mine = list(sequences), [index for indices in plan for index in indices]
+    remote = {i: tokens for i in mine if isinstance(tokens := sequences[i].input_ids, RemoteTokens)}
+    for source in {id(tokens.source): tokens.source for tokens in remote.values()}.values():
+        own = {i: tokens for i, tokens in remote.items() if tokens.source is source}
+        names = ("input_ids", *sequences[next(iter(own))].fetched)
+        found = source.load({name: [tokens.number for tokens in own.values()] for name in names})
+        for place, (i, tokens) in enumerate(own.items()):
+            ids, *columns = (torch.as_tensor(found[name][place]) for name in names)
+            whole = ids[: tokens.length]
+            there[i] = replace(
+                sequences[i],
+                input_ids=torch.cat([whole, torch.tensor(tokens.then, dtype=ids.dtype)]) if tokens.then else whole,
+                columns=sequences[i].columns | dict(zip(names[1:], columns, strict=True)),
+                fetched=(),
+            )
+    for index in mine:
+        least, most = torch.aminmax(there[index].tokens)
+        for token in (int(least), int(most)):
             if not 0 <= token < vocab:
                 raise ValueError(
                     f"sequence {index} has token {token}, expected 0 to {vocab - 1}: tokenizer and weights must be of"
                     " one model"
                 )
-        given = {name: len(values) for name, values in sequence.columns.items()}
-        if given != dict.fromkeys(sequences[0].columns, sequence.response_length):
-            raise ValueError(
-                f"sequence {index} has columns of {given} values, expected {sequence.response_length} (one for each"
-                f" response token) of each of {list(sequences[0].columns)}, as the first sequence has"
-            )
+    return there
 
 
 def collate(
@@ -153,7 +214,7 @@ class _Whole:
     def of(cls, sequences: Sequence[TokenSequence]) -> _Whole:
         given = [sequence.experts for sequence in sequences if sequence.experts is not None]
         return cls(
-            columns=tuple(sequences[0].columns) if sequences else (),
+            columns=(*sequences[0].columns, *sequences[0].fetched) if sequences else (),
             choices=(given[0].shape[1], given[0].shape[2]) if given else None,
             sequences=len(sequences),
             tokens=sum(inputs(sequence) for sequence in sequences),
@@ -202,8 +263,8 @@ def _row(sequence: TokenSequence, start: int, length: int) -> dict[str, Tensor]:
     """Everything of one sequence, padded to `length`; its response tokens are counted from `start`."""
     count, predicted = inputs(sequence), slice(sequence.prompt_length - 1, inputs(sequence))
     row = {"input_ids": torch.zeros(length, dtype=torch.long), "targets": torch.zeros(length, dtype=torch.long)}
-    row["input_ids"][:count] = torch.tensor(sequence.input_ids[:-1])
-    row["targets"][:count] = torch.tensor(sequence.input_ids[1:])
+    row["input_ids"][:count] = sequence.tokens[:-1]
+    row["targets"][:count] = sequence.tokens[1:]
     row["mask"], row["response_index"] = torch.zeros(length), torch.zeros(length, dtype=torch.long)
     row["mask"][predicted] = 1
     row["response_index"][predicted] = torch.arange(start, start + sequence.response_length)

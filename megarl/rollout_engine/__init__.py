@@ -21,9 +21,10 @@ from megarl.rollout_engine.client import EngineClient, EngineLost, ScoreClient
 from megarl.rollout_engine.coordinator import Coordinator, make_scheduler
 from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError
 from megarl.rollout_engine.engine import Engine, EngineAddress, EngineControl, EngineError, EngineTimeout, Span
-from megarl.rollout_engine.handle import ENGINE_SHARE, CoordinatorError, CoordinatorHandle
+from megarl.rollout_engine.handle import COORDINATOR_SHARE, ENGINE_SHARE, CoordinatorError, CoordinatorHandle
 
 __all__ = [
+    "COORDINATOR_SHARE",
     "ENGINE_SHARE",
     "Coordinator",
     "CoordinatorError",

@@ -7,7 +7,7 @@ import struct
 import msgspec
 
 from megarl.rollout_engine.engine import EngineAddress
-from megarl.types import Group, WeightVersion
+from megarl.types import Offer, WeightVersion
 
 HEADER = struct.Struct("!Q")
 
@@ -68,7 +68,7 @@ class Waiting(msgspec.Struct, tag=True):
 class Taken(msgspec.Struct, tag=True):
     """`metrics` are what is logged of the step's rollouts; `asked` counts the prompts that it took."""
 
-    groups: list[Group]
+    offer: Offer
     asked: int
     metrics: dict[str, float]
     reward_timeouts: int

@@ -1,7 +1,7 @@
 """The coordinator: prompts in, scored groups out.
 
-It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given, from which
-rank 0 takes them. It imports neither torch nor megatron nor sglang, so its process starts in a second.
+It asks the engines for responses, has them scored, and puts whole groups into the queue that it is given. Each
+step's are offered to the ranks. It imports neither torch nor megatron nor sglang, so its process starts in a second.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.rollout_engine.dispatch import Dispatcher, PoisonedError, Tally, len
 from megarl.rollout_engine.engine import EngineAddress, EngineTimeout
 from megarl.rollout_engine.handle import ENGINE_SHARE
 from megarl.rollout_engine.scheduler import POLICIES, Divided, Scheduler
-from megarl.types import Completion, Group, Prompt, Trajectory, WeightVersion
+from megarl.types import Completion, Group, Offer, Prompt, Trajectory, WeightVersion
 
 _SAMPLES_SHOWN = 16
 _PATIENCE_STEPS = 4
@@ -51,15 +51,17 @@ class Coordinator:
         rewards: RewardPool,
         scorers: dict[str, ScoreClient],
         queue: Queue,
+        offer: Callable[[int, list[Group]], Awaitable[Offer]],
         *,
         max_positions: int,
         failed_requests: Path,
     ) -> None:
         """`connect` gives the client of an engine; `scorers` are those of reward models' engines, by reward source.
 
-        Requests with which engines died are written to the file `failed_requests`.
+        `offer` makes a step's groups ready for the ranks that train. Requests with which engines died are written to
+        the file `failed_requests`.
         """
-        self._recipe, self._rewards, self._scorers, self._queue = recipe, rewards, scorers, queue
+        self._recipe, self._rewards, self._scorers, self._queue, self._offer = recipe, rewards, scorers, queue, offer
         self._tokenizer = load_tokenizer(recipe.model.path)
         rollout = recipe.rollout
         room = {"max_positions": max_positions, "max_new_tokens": rollout.max_new_tokens}
@@ -150,7 +152,8 @@ class Coordinator:
             metrics |= length_metrics("trained", lengths) | length_metrics("generated", self.dispatcher.lengths())
             metrics |= staleness_metrics(trajectories, step)
         self.dispatcher.tally = Tally()  # what comes until the next step begins is the next one's
-        return channel.Taken(groups, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
+        offer = await self._offer(step, groups)
+        return channel.Taken(offer, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
 
     async def _drain(self) -> channel.Drained:
         while self._under_way:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -33,19 +34,24 @@ class CoordinatorHandle:
         scorers: dict[str, EngineAddress],
         key: str,
         *,
+        queue: Mapping[str, str],
         max_positions: int,
         guard: Guard,
         log: Path,
         failed_requests: Path,
         journal: Path,
     ) -> None:
-        """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends."""
+        """Start the process that runs `target` ("package.module:function"); `guard` ends the rank when it ends.
+
+        `queue` are the options of its queue's server.
+        """
         self._deadline_s = recipe.runtime.deadline_s * COORDINATOR_SHARE
         self._socket, theirs = socket.socketpair()
         config = {
             "recipe": recipe.model_dump(mode="json"),
             "scorers": msgspec.to_builtins(scorers),
             "key": key,
+            "queue": queue,
             "max_positions": max_positions,
             "failed_requests": str(failed_requests),
             "journal": str(journal),

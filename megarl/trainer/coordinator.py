@@ -26,7 +26,7 @@ from megarl.rollout_engine import (
     frame,
 )
 from megarl.runtime import child_command, child_environment
-from megarl.transfer_queue import JournalError, TransferQueue
+from megarl.transfer_queue import JournalError, QueueServer, TransferQueue
 
 TARGET = "megarl.trainer.coordinator:main"
 # A dying engine takes its connections along before its rank notices. The rank knows the cause, so it may speak first.
@@ -80,12 +80,15 @@ async def _serve(config: dict[str, Any], connection: socket.socket) -> None:
             sync=recipe.journal.sync,
         )
         stack.push_async_callback(queue.close)
+        options = config["queue"] | {"run_dir": Path(config["queue"]["run_dir"])}
+        server = await stack.enter_async_context(QueueServer(queue.counters, **options))
         coordinator = Coordinator(
             recipe,
             connect,
             rewards,
             scorers,
             queue,
+            server.offer,
             max_positions=config["max_positions"],
             failed_requests=Path(config["failed_requests"]),
         )

@@ -46,10 +46,10 @@ def train_rl(job: Job, recipe: RlRecipe) -> None:
     for step in range(start, recipe.steps):
         phases = Phases()
         with phases("generate"):
-            groups, counts = rollouts.take(step)
+            delivery, counts = rollouts.take(step)
         if models is not None:
             with phases("score"):
-                batch = RolloutBatch(groups, recipe, kl_coefficient)
+                batch = RolloutBatch(delivery, recipe, kl_coefficient)
                 batch.score(models)
             with phases("update"):
                 learned = _update(job, recipe, models, batch, step)
@@ -97,7 +97,8 @@ def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, ste
     learned = _update_critic(job, models.critic, batch) if models.critic is not None else {}
     model = models.policy
     if isinstance(recipe.critic, Critic) and step < recipe.critic.warmup_steps:
-        return {**batch.statistics(batch.mismatch(model)), **learned, "grad_norm": 0.0, "learning_rate": 0.0}
+        untrained = Metrics.gathered([batch.mismatch(model)], job.device)
+        return {**batch.statistics(untrained), **learned, "grad_norm": 0.0, "learning_rate": 0.0}
     minibatches = list(batch.minibatches())
     parts, norms = [], []
     for index, sequences in enumerate(minibatches):
@@ -107,7 +108,7 @@ def _update(job: Job, recipe: RlRecipe, models: Models, batch: RolloutBatch, ste
             update = model.update(sequences, batch.loss(), batch.reference(models))
             parts.append(update.metrics)
             norms.append(update.grad_norm)
-    total = Metrics.gathered(parts, job.device) if parts else batch.mismatch(model)
+    total = Metrics.gathered(parts or [batch.mismatch(model)], job.device)
     return {**batch.statistics(total), **learned, "grad_norm": max(norms, default=0.0), "learning_rate": rate}
 
 

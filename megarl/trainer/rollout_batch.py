@@ -25,7 +25,7 @@ from megarl.algorithms import (
     whiten,
 )
 from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RecipeError, RlRecipe, load_function
-from megarl.types import Group
+from megarl.transfer_queue import Delivery
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -44,21 +44,24 @@ class Models:
 
 
 class RolloutBatch:
-    """The same on every rank, since every rank has all groups. Made, then scored, then learned from."""
+    """The same on every rank, but for the tokens, which each rank has of what it reads.
 
-    def __init__(self, groups: list[Group], recipe: RlRecipe, kl_coefficient: float) -> None:
-        from megarl.model_engine import TokenSequence
+    Made, then scored, then learned from.
+    """
+
+    def __init__(self, delivery: Delivery, recipe: RlRecipe, kl_coefficient: float) -> None:
+        from megarl.model_engine import RemoteTokens, TokenSequence
 
         self._recipe, self._algorithm, self._kl_coefficient = recipe, recipe.algorithm, kl_coefficient
-        self._groups = groups
+        self._groups = groups = delivery.groups
         self._trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         self._group = torch.tensor([i for i, group in enumerate(groups) for _ in group.trajectories])
         self.sequences: list[TokenSequence] = []
         for group in groups:
             for trajectory in group.trajectories:
-                columns = {"engine_logprob": torch.tensor(trajectory.engine_logprobs)}
-                ids = group.prompt.input_ids
-                self.sequences.append(TokenSequence(ids + trajectory.output_ids, len(ids), columns))
+                length = group.prompt_length + trajectory.length
+                tokens = RemoteTokens(delivery, len(self.sequences), length, trajectory.ending)
+                self.sequences.append(TokenSequence(tokens, group.prompt_length, fetched=("engine_logprob",)))
         self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
         buffer, limit = recipe.reward.overlong_buffer, recipe.rollout.max_new_tokens
         self._overlong = overlong_penalty(self._lengths, limit=limit, buffer=buffer) if buffer else None
@@ -106,7 +109,7 @@ class RolloutBatch:
         """By source, those that came with the samples and those of the models here; NaN where one does not score."""
         reward, scores = self._recipe.reward, {}
         for name, source in reward.sources.items():
-            mine = torch.tensor([source.scores(group.prompt.dataset) for group in self._groups])[self._group]
+            mine = torch.tensor([source.scores(group.dataset) for group in self._groups])[self._group]
             if name in models.rewards:
                 chosen = [sequence for sequence, scored in zip(self.sequences, mine.tolist(), strict=True) if scored]
                 found = models.rewards[name].scores(chosen) if chosen else torch.zeros(0)
@@ -202,11 +205,17 @@ class RolloutBatch:
         }
 
     def mismatch(self, model: ModelEngine) -> Metrics:
-        """The difference to the engines' log-probabilities alone, for a step that trains on nothing."""
-        from megarl.model_engine import Metrics
+        """This rank's part of the difference to the engines' log-probabilities, for a step that trains on nothing."""
 
-        gap = (model.logprobs(self.sequences) - torch.cat([s.columns["engine_logprob"] for s in self.sequences])).abs()
-        return Metrics({"tokens": float(gap.numel()), "mismatch": float(gap.sum())}, {"mismatch": float(gap.max())})
+        def gap(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+            mismatch = (logprobs - batch.columns["engine_logprob"]).abs() * batch.mask
+            return (
+                mismatch.sum(),
+                {"tokens": batch.mask.sum(), "mismatch": mismatch.sum()},
+                {"mismatch": mismatch.max()},
+            )
+
+        return model.observe(self.sequences, gap)
 
     def statistics(self, total: Metrics) -> dict[str, float]:
         """What is logged of the batch; `total` are the loss's metrics of all ranks."""

@@ -13,12 +13,23 @@ import msgspec
 
 from megarl.config import RlRecipe
 from megarl.observe import EVALUATIONS_FILE
-from megarl.rollout_engine import CoordinatorHandle, Drain, Drained, Evaluate, Evaluation, Take, Taken, Waiting
-from megarl.runtime import LOGGER
+from megarl.rollout_engine import (
+    COORDINATOR_SHARE,
+    CoordinatorHandle,
+    Drain,
+    Drained,
+    Evaluate,
+    Evaluation,
+    Take,
+    Taken,
+    Waiting,
+)
+from megarl.runtime import LOGGER, node_address
 from megarl.trainer.coordinator import TARGET
 from megarl.trainer.fleet import Fleet
 from megarl.trainer.job import Job
-from megarl.types import Group, WeightVersion
+from megarl.transfer_queue import Delivery, Keys, QueueClient
+from megarl.types import WeightVersion
 
 if TYPE_CHECKING:
     from megarl.model_engine import ModelEngine
@@ -35,6 +46,8 @@ class Rollouts:
         self._job, self._recipe = job, recipe
         self._fleet = Fleet(job, recipe, key)
         scorers = self._fleet.scorer_addresses()
+        keys = job.control.broadcast(Keys.new() if job.control.rank == 0 else None, Keys, what="keys of the queue")
+        self._queue = QueueClient(keys, deadline_s=recipe.runtime.deadline_s * COORDINATOR_SHARE)
         self._coordinator: CoordinatorHandle | None = None
         if job.control.rank == 0:
             self._coordinator = CoordinatorHandle(
@@ -42,6 +55,7 @@ class Rollouts:
                 recipe,
                 scorers,
                 key,
+                queue={"host": node_address(job.hosts), "client_key": keys.public, "run_dir": str(job.run.path)},
                 max_positions=job.shape.max_positions,
                 guard=job.guard,
                 log=job.run.logs / "coordinator.log",
@@ -70,15 +84,15 @@ class Rollouts:
             self._coordinator.generate()
         return moved
 
-    def take(self, step: int) -> tuple[list[Group], dict[str, Any]]:
+    def take(self, step: int) -> tuple[Delivery, dict[str, Any]]:
         """Generate and wait for the groups of `step`; and rank 0's counts."""
         if self._coordinator is not None:
             self._coordinator.generate()
         taken = self._wait(lambda wait_s: Take(step, wait_s), what=f"groups of step {step + 1}")
         assert isinstance(taken, Taken)
-        counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.groups) else {}
+        counts = {"prompts_asked": taken.asked} if taken.asked > len(taken.offer.groups) else {}
         counts |= {"reward_timeouts": taken.reward_timeouts, "reward_crashes": taken.reward_crashes}
-        return taken.groups, counts | taken.metrics
+        return Delivery(taken.offer, self._queue), counts | taken.metrics | taken.offer.metrics
 
     def saved(self, step: int) -> None:
         """A checkpoint has `step` finished steps: their rollouts need not be kept any more."""

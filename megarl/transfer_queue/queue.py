@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from megarl.transfer_queue.admission import Admission
+from megarl.transfer_queue.counters import Counters
 from megarl.transfer_queue.journal import Journal, SyncPolicy, recover
 from megarl.transfer_queue.records import Accepted, Admitted, Chunk, Took, Trained
 from megarl.types import Completion, Group, WeightVersion
@@ -28,6 +29,7 @@ class TransferQueue:
         """
         self._admission = Admission(groups_per_step, max_lag=max_lag, ask=ask, steps=steps)
         self._max_lag, self._directory, self._sync = max_lag, directory, sync
+        self.counters = Counters()
         self._version: WeightVersion = -1
         self._journal: Journal | None = None
         self._syncing: asyncio.Task[None] | None = None
@@ -49,6 +51,8 @@ class TransferQueue:
             print(f"journal: {report}")
         self._journal = Journal(self._directory, found, sync=self._sync)
         self._groups = found.groups
+        for row in found.groups:
+            self.counters.put(row)
         self._again = sorted(found.admitted.keys() - found.groups.keys())
         for (row, sample), completion in found.chunks.items():
             self._begun[row][sample] = completion
@@ -91,6 +95,7 @@ class TransferQueue:
         self._admission.check_unfinished(row)
         await self._open_journal.add(Accepted(row, group))
         self._groups[row] = group
+        self.counters.put(row)
         self._admission.finish(row)
 
     def take(self, step: int) -> list[Group] | None:
@@ -104,6 +109,7 @@ class TransferQueue:
             self._sync_soon()
         groups = [self._groups.pop(row) for row in rows]
         stale = [row for row, group in zip(rows, groups, strict=True) if step - group.oldest_version > self._max_lag]
+        self.counters.taken(step, dict(zip(rows, groups, strict=True)))
         assert not stale, f"rows {stale} of step {step} have tokens that lag by more than {self._max_lag} versions"
         return groups
 

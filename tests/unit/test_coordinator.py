@@ -7,6 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
 from megarl.rollout_engine.channel import Taken
 from megarl.rollout_engine.client import Chunk, Load
 from megarl.transfer_queue import TransferQueue
-from megarl.types import Completion, VersionSpan
+from megarl.types import Completion, Group, Offer, VersionSpan
 from tests.small_job import write_small_job
 
 PROMPTS, SAMPLES = 2, 4
@@ -73,6 +74,13 @@ class Rewards:
         return [float(int(answer) % 2 == 0 or (not self._hopeless and i % 2)) for i, (*_, answer) in enumerate(items)]
 
 
+@dataclass(frozen=True)
+class Step:
+    groups: list[Group]
+    asked: int
+    metrics: dict[str, float]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_small_job(tmp_path_factory.mktemp("job"))
@@ -82,7 +90,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def take(
     job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False, late: Collection[int] = ()
-) -> tuple[list[Taken], Engine]:
+) -> tuple[list[Step], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
@@ -95,10 +103,16 @@ def take(
         client: Any = engine
         connect: Any = None
         scorers: Any = dict.fromkeys(recipe.reward.engines, scorer)
+        offered: list[list[Group]] = []
+
+        async def offer(step: int, groups: list[Group]) -> Offer:
+            assert step == len(offered)
+            offered.append(groups)
+            return Offer(step, [], "", "", {})
 
         async def run() -> list[Taken]:
             coordinator = Coordinator(
-                recipe, connect, rewards, scorers, queue, max_positions=64, failed_requests=job / "failed.jsonl"
+                recipe, connect, rewards, scorers, queue, offer, max_positions=64, failed_requests=job / "failed.jsonl"
             )
             await coordinator.dispatcher.serve({0: client})
             taken = []
@@ -113,7 +127,8 @@ def take(
             await coordinator.dispatcher.close()
             return taken
 
-        return asyncio.run(run()), engine
+        taken = asyncio.run(run())
+        return [Step(groups, t.asked, t.metrics) for groups, t in zip(offered, taken, strict=True)], engine
     finally:
         os.chdir(before)
 
@@ -142,7 +157,7 @@ async def finished(coordinator: Coordinator, step: int) -> Taken:
     return reply
 
 
-def rows(taken: Taken) -> list[int]:
+def rows(taken: Step) -> list[int]:
     return [int(group.prompt.answer) for group in taken.groups]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 
 from megarl.config import CriticHead, Head, HeadName, PolicyHead, RecipeError, RewardHead, read_model_shape
 from megarl.config.model.families import ARCHITECTURES
 from megarl.config.model.heads import architecture
-from megarl.model_engine import TokenSequence
+from megarl.model_engine import RemoteTokens, TokenSequence
 from megarl.model_engine.heads import ScoreHead
+from megarl.model_engine.microbatch import load
 from megarl.weights import model_parameters
 from megarl.weights.hf import SINGLE, HfReader
 from tests.families import AUTO, FAMILIES, VOCAB, family_config, write_model
@@ -171,6 +174,26 @@ def test_a_score_stands_behind_the_last_token_that_is_not_padding(ids: list[int]
     assert head.scored(ids) == read
     fed = TokenSequence([*read, 0], len(read), column)
     assert ScoreHead(head).fed([TokenSequence(ids, 1, column)]) == [fed]
+    remote = ScoreHead(head).fed([TokenSequence(RemoteTokens(Here(ids), 0, len(ids), ending(ids)), 1, column)])
+    assert (remote[0].prompt_length, remote[0].response_length) == (len(read), 1)
+    (there,) = load(remote, [[0]], VOCAB)
+    assert (there.tokens.tolist(), there.prompt_length) == (fed.input_ids, fed.prompt_length)
+
+
+class Here:
+    """The source of one sequence."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self._ids = ids
+
+    def load(self, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[Tensor]]:
+        assert wanted == {"input_ids": [0]}
+        return {"input_ids": [torch.tensor(self._ids, dtype=torch.int32)]}
+
+
+def ending(ids: list[int]) -> tuple[int, int]:
+    others = [place for place, token in enumerate(ids) if token != ids[-1]]
+    return ids[-1], len(ids) - (others[-1] + 1 if others else 0)
 
 
 def test_a_score_is_where_transformers_has_it(tmp_path: Path) -> None:

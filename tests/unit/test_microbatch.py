@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from megarl.model_engine.attention import PackedAttention, Packing, pack
-from megarl.model_engine.microbatch import Alignment, MicroBatch, TokenSequence, check_sequences, collate
+from megarl.model_engine.microbatch import (
+    Alignment,
+    MicroBatch,
+    RemoteTokens,
+    TokenSequence,
+    check_sequences,
+    collate,
+    load,
+)
 
 CPU = torch.device("cpu")
 LENGTHS = [5, 2, 31, 17, 9, 64, 3, 8]
@@ -179,16 +188,73 @@ def column(values: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("sequence", "message"),
     [
-        (TokenSequence([1, 100], 1, column(1)), "sequence 1 has token 100, expected 0 to 99"),
-        (TokenSequence([100, 1], 1, column(1)), "sequence 1 has token 100, expected 0 to 99"),
-        (TokenSequence([1, -1], 1, column(1)), "sequence 1 has token -1, expected 0 to 99"),
         (TokenSequence([1] * 10, 9, column(1)), "sequence 1 has 9 tokens to read, more than the model's 8 positions"),
         (TokenSequence([1, 2, 3], 1, column(1)), r"columns of {'own': 1} values, expected 2 \(one for each"),
         (TokenSequence([1, 2, 3], 1), r"columns of {} values, expected 2 .* of each of \['own'\]"),
+        (TokenSequence([1, 2], 1, column(1), fetched=("other",)), r"columns of {'own': 1, 'other': 1} values"),
     ],
 )
 def test_what_the_model_does_not_have_is_named(sequence: TokenSequence, message: str) -> None:
     good = [TokenSequence([99], 1, column(0)), TokenSequence([0] * 9, 1, column(8))]
-    check_sequences(good, vocab=100, positions=8)
+    check_sequences(good, positions=8)
     with pytest.raises(ValueError, match=message):
-        check_sequences([good[0], sequence], vocab=100, positions=8)
+        check_sequences([good[0], sequence], positions=8)
+
+
+@pytest.mark.parametrize("remote", [False, True], ids=["here", "remote"])
+@pytest.mark.parametrize("ids", [[1, 100], [100, 1], [1, -1]])
+def test_a_token_that_the_model_does_not_have_is_named_where_it_is_read(ids: list[int], remote: bool) -> None:
+    sequences = [TokenSequence([99, 0], 1), TokenSequence(ids, 1)]
+    if remote:
+        sequences, _ = remotely(sequences)
+    load(sequences, [[0], []], vocab=100)
+    with pytest.raises(ValueError, match=f"sequence 1 has token {ids[0] if ids[0] == 100 else ids[1]}, expected 0 to"):
+        load(sequences, [[0], [1]], vocab=100)
+
+
+class Elsewhere:
+    """Has tokens and columns of all, and remembers what it was asked for."""
+
+    def __init__(self, sequences: list[TokenSequence]) -> None:
+        self.sequences, self.asked = sequences, list[Mapping[str, Sequence[int]]]()
+
+    def load(self, wanted: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[Tensor]]:
+        self.asked.append(wanted)
+        return {name: [self.field(number, name) for number in numbers] for name, numbers in wanted.items()}
+
+    def field(self, number: int, name: str) -> Tensor:
+        sequence = self.sequences[number]
+        return sequence.tokens.int() if name == "input_ids" else sequence.columns[name]
+
+
+def remotely(batch: list[TokenSequence]) -> tuple[list[TokenSequence], Elsewhere]:
+    source = Elsewhere(batch)
+    sequences = [
+        TokenSequence(
+            RemoteTokens(source, number, len(sequence.tokens), (-1, 1)),
+            sequence.prompt_length,
+            fetched=tuple(sequence.columns),
+        )
+        for number, sequence in enumerate(batch)
+    ]
+    return sequences, source
+
+
+@pytest.mark.parametrize("plan", [[[0, 3, 1], [2], []], [[], []]])
+def test_what_lies_elsewhere_is_asked_for_once_and_packed_as_if_it_were_here(plan: list[list[int]]) -> None:
+    batch = batch_of(LENGTHS)
+    sequences, source = remotely(batch)
+    check_sequences(sequences, positions=64)
+    alignment = Alignment(context=1, context_rank=0, tensor=2)
+    mine = [index for indices in plan for index in indices]
+    for micro, wanted in zip(
+        collate(load(sequences, plan, 2000), plan, alignment, CPU, equal=True),
+        collate(batch, plan, alignment, CPU, equal=True),
+        strict=True,
+    ):
+        for name in ("input_ids", "targets", "mask", "response_index", "sequence"):
+            assert torch.equal(getattr(micro, name), getattr(wanted, name)), name
+        assert micro.columns.keys() == wanted.columns.keys()
+        assert torch.equal(micro.columns["own"], wanted.columns["own"])
+        assert micro.packing.routing.batch_tokens == wanted.packing.routing.batch_tokens
+    assert source.asked == ([{"input_ids": mine, "own": mine}] if mine else [])

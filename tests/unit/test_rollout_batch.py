@@ -13,7 +13,8 @@ import torch
 from megarl.config import RecipeError, RlRecipe, load_recipe
 from megarl.model_engine import Metrics
 from megarl.trainer.rollout_batch import Models, RolloutBatch
-from megarl.types import Group, Prompt, Trajectory, VersionSpan
+from megarl.transfer_queue import Delivery
+from megarl.types import GroupHeader, Offer, TrajectoryHeader, VersionSpan
 from tests.small_job import write_small_job
 
 ANSWERS = {"math": [1.0, 0.0, 1.0, 0.0], "chat": [0.0, 0.0, 0.0, 1.0]}
@@ -33,6 +34,14 @@ class RewardModel:
         return scores
 
 
+class Headers(Delivery):
+    """All that is known before anything is read; nothing is."""
+
+    def __init__(self, groups: list[GroupHeader]) -> None:
+        nobody: Any = None
+        super().__init__(Offer(0, groups, "", "", {}), nobody)
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_small_job(tmp_path_factory.mktemp("job"))
@@ -42,10 +51,12 @@ def scored(job: Path, *overrides: str, model: RewardModel | None = None, samples
     recipe = load_recipe(job / "rl.yaml", ["algorithm.advantage.type=dr_grpo", *overrides])
     assert isinstance(recipe, RlRecipe)
     groups = [
-        Group(
-            Prompt(i, "", [7, 8], "", dataset),
+        GroupHeader(
+            i,
+            dataset,
+            2,
             [
-                Trajectory([1] * n, [-1.0] * n, [VersionSpan(0, 0, n)], "stop", "", {"answer": score})
+                TrajectoryHeader(n, (1, n), [VersionSpan(0, 0, n)], "stop", {"answer": score})
                 for n, score in list(zip(LENGTHS, ANSWERS[dataset], strict=True))[:samples]
             ],
         )
@@ -53,7 +64,7 @@ def scored(job: Path, *overrides: str, model: RewardModel | None = None, samples
     ]
     policy: Any = None  # one update a step and no reference: it is not asked
     rewards: Any = {"taste": model} if model else {}
-    batch = RolloutBatch(groups, recipe, 0.0)
+    batch = RolloutBatch(Headers(groups), recipe, 0.0)
     batch.score(Models(policy, rewards=rewards))
     return batch
 
