@@ -26,6 +26,7 @@ from megarl.algorithms import (
 )
 from megarl.config import AdaptiveKl, Critic, ImportanceCorrection, Own, RecipeError, RlRecipe, load_function
 from megarl.transfer_queue import Delivery
+from megarl.types import TrajectoryHeader
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -61,7 +62,8 @@ class RolloutBatch:
             for trajectory in group.trajectories:
                 length = group.prompt_length + trajectory.length
                 tokens = RemoteTokens(delivery, len(self.sequences), length, trajectory.ending)
-                self.sequences.append(TokenSequence(tokens, group.prompt_length, fetched=("engine_logprob",)))
+                columns = {"current": _current(trajectory, delivery.step)}
+                self.sequences.append(TokenSequence(tokens, group.prompt_length, columns, fetched=("engine_logprob",)))
         self._lengths = torch.tensor([sequence.response_length for sequence in self.sequences])
         buffer, limit = recipe.reward.overlong_buffer, recipe.rollout.max_new_tokens
         self._overlong = overlong_penalty(self._lengths, limit=limit, buffer=buffer) if buffer else None
@@ -172,10 +174,9 @@ class RolloutBatch:
                 sums["kl"] = (kl.detach() * mask).sum()
                 if algorithm.kl.where == "loss":
                     losses = losses + kl_coefficient * kl
-            mismatch = (old - columns["engine_logprob"]).abs() * mask
             total = (losses * columns["weight"]).sum()
-            sums |= {"loss": total.detach(), "mismatch": mismatch.sum()}
-            return total, sums, {"mismatch": mismatch.max()}
+            differences, largest = _mismatch(old, batch)
+            return total, {**sums, "loss": total.detach(), **differences}, largest
 
         return policy_loss
 
@@ -208,12 +209,8 @@ class RolloutBatch:
         """This rank's part of the difference to the engines' log-probabilities, for a step that trains on nothing."""
 
         def gap(batch: MicroBatch, logprobs: Tensor, _: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-            mismatch = (logprobs - batch.columns["engine_logprob"]).abs() * batch.mask
-            return (
-                mismatch.sum(),
-                {"tokens": batch.mask.sum(), "mismatch": mismatch.sum()},
-                {"mismatch": mismatch.max()},
-            )
+            differences, largest = _mismatch(logprobs, batch)
+            return differences["mismatch"], {"tokens": batch.mask.sum(), **differences}, largest
 
         return model.observe(self.sequences, gap)
 
@@ -243,9 +240,15 @@ class RolloutBatch:
             **({"kl_coefficient": self._kl_coefficient} if "kl" in averages else {}),
             "loss": total.sums.get("loss", 0.0) / self._algorithm.updates,
             "clip_fraction": total.sums.get("clipped", 0.0) / tokens,
-            "mismatch/logprob_max": total.maxima["mismatch"],
-            "mismatch/logprob_mean": total.sums["mismatch"] / tokens,
+            **self._mismatches(total),
         }
+
+    def _mismatches(self, total: Metrics) -> dict[str, float]:
+        """Nothing, where older weights than the step's sampled all tokens."""
+        if not (current := total.sums["current"]):
+            return {}
+        largest, mean = total.maxima["mismatch"], total.sums["mismatch"] / current
+        return {"mismatch/logprob_max": largest, "mismatch/logprob_mean": mean}
 
     def next_kl_coefficient(self, learned: dict[str, Any]) -> float:
         """What the divergence counts in the next step, by what `learned` says of this one's."""
@@ -285,6 +288,22 @@ def _check_own(section: BaseModel, key: str, found: Any, count: int, length: int
             f"algorithm.{key}.function: {section.function} gave {shapes}; expected {count} of the shape [{length}], one"
             " number for each token"
         )
+
+
+def _current(trajectory: TrajectoryHeader, step: int) -> Tensor:
+    """1 for each token that the weights of `step` sampled, else 0."""
+    current = torch.zeros(trajectory.length)
+    for span in trajectory.versions:
+        if span.version == step:
+            current[span.start : span.end] = 1
+    return current
+
+
+def _mismatch(logprobs: Tensor, batch: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Sums and maxima of the difference to the engines' log-probabilities, where the step's own weights sampled."""
+    counted = batch.columns["current"] * batch.mask
+    gap = (logprobs - batch.columns["engine_logprob"]).abs() * counted
+    return {"mismatch": gap.sum(), "current": counted.sum()}, {"mismatch": gap.max()}
 
 
 def _chosen(section: BaseModel, known: dict[str, Callable[..., Any]]) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -97,6 +97,10 @@ class Delivery:
         self._there: dict[str, dict[int, Array]] = {}
 
     @property
+    def step(self) -> int:
+        return self._offer.step
+
+    @property
     def groups(self) -> list[GroupHeader]:
         return self._offer.groups
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,9 +38,9 @@ class RewardModel:
 class Headers(Delivery):
     """All that is known before anything is read; nothing is."""
 
-    def __init__(self, groups: list[GroupHeader]) -> None:
+    def __init__(self, groups: list[GroupHeader], step: int = 0) -> None:
         nobody: Any = None
-        super().__init__(Offer(0, groups, "", "", {}), nobody)
+        super().__init__(Offer(step, groups, "", "", {}), nobody)
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +105,40 @@ def test_an_own_advantage_of_another_shape_is_refused(
 
 def test_the_overlong_penalty_is_logged_beside_the_reward(job: Path) -> None:
     batch = scored(job, "rollout.max_new_tokens=4", "reward.overlong_buffer=2")
-    logged = batch.statistics(Metrics({"tokens": 16.0, "mismatch": 0.0}, {"mismatch": 0.0}))
+    logged = batch.statistics(Metrics({"tokens": 16.0, "mismatch": 0.0, "current": 0.0}, {"mismatch": 0.0}))
     assert (logged["reward"], logged["overlong_penalty"]) == (3 / 8, -0.5 / 4)  # one in four has 3 tokens
 
 
 def test_a_group_of_one_has_no_signal_of_its_own(job: Path) -> None:
     batch = scored(job, samples=1)
-    logged = batch.statistics(Metrics({"tokens": 6.0, "mismatch": 0.0}, {"mismatch": 0.0}))
+    logged = batch.statistics(Metrics({"tokens": 6.0, "mismatch": 0.0, "current": 0.0}, {"mismatch": 0.0}))
     assert logged["groups_with_signal"] == 0.0
     assert "overlong_penalty" not in logged
+
+
+def test_trainer_and_engine_are_compared_on_tokens_of_the_same_weights(job: Path) -> None:
+    recipe = load_recipe(job / "rl.yaml", [])
+    assert isinstance(recipe, RlRecipe)
+    spans = [[VersionSpan(0, 0, 3)], [VersionSpan(0, 0, 2), VersionSpan(1, 2, 3)], [VersionSpan(1, 0, 3)]]
+    trajectories = [TrajectoryHeader(3, (1, 1), versions, "stop", {"answer": 0.0}) for versions in spans]
+    delivery = Headers([GroupHeader(0, "", 2, trajectories)], step=1)
+    batch = RolloutBatch(delivery, recipe, 0.0)
+    assert [sequence.columns["current"].tolist() for sequence in batch.sequences] == [[0, 0, 0], [0, 0, 1], [1, 1, 1]]
+    tokens = len(batch.sequences) * 3
+    micro: Any = SimpleNamespace(
+        columns={
+            "current": torch.cat([sequence.columns["current"] for sequence in batch.sequences]),
+            "engine_logprob": torch.tensor([-9.0] * 5 + [-1.5] * 3 + [-2.0]),
+        },
+        mask=torch.ones(tokens),
+    )
+    policy: Any = SimpleNamespace(observe=lambda _, gap: Metrics(*gap(micro, torch.full((tokens,), -1.0), None)[1:]))
+    batch.rewards, batch._scores = torch.zeros(3), {}
+    logged = batch.statistics(batch.mismatch(policy))
+    assert logged["mismatch/logprob_max"] == 1.0
+    assert logged["mismatch/logprob_mean"] == (3 * 0.5 + 1.0) / 4
+
+
+def test_where_all_tokens_are_of_older_weights_nothing_is_compared(job: Path) -> None:
+    logged = scored(job).statistics(Metrics({"tokens": 16.0, "mismatch": 0.0, "current": 0.0}, {"mismatch": 0.0}))
+    assert not any(name.startswith("mismatch") for name in logged)
