@@ -122,7 +122,7 @@ class Ledger:
             self.floor, self.took, self.rows = step, [], {}
         elif step < self.floor:
             yield (
-                f"the run resumes from step {step}, but what steps {step} to {self.floor - 1} took was cleaned away when"
+                f"the run resumes from step {step}, but what steps before {self.floor} took was cleaned away when"
                 " newer checkpoints were there: their rows are generated again, and later steps take what they find"
             )
             self.floor, self.took = step, []
