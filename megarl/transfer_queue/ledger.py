@@ -50,7 +50,8 @@ class Ledger:
 
     def restart(self, base: Base) -> None:
         """Take over what `base` says, which is more where records before it are damaged."""
-        self.first, self.floor, self.trained, self.took = base.first, base.floor, base.trained, base.took
+        self.first = max(self.first, base.first)  # a segment may be older than what cleaning made of those before it
+        self.floor, self.trained, self.took = base.floor, base.trained, base.took
         self.lowest_row, self.next_row = base.lowest_row, base.next_row
         self.rows = {
             number: row if (row := self.rows.get(number)) and row.version == version else Row(version)

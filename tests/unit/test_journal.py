@@ -304,6 +304,16 @@ def test_behind_damage_in_the_middle_the_next_segment_counts(tmp_path: Path) -> 
     assert recover(tmp_path, 1).groups.keys() == {3}
 
 
+def test_chunks_from_before_an_admission_that_was_lost_are_not_joined_with_later_ones(tmp_path: Path) -> None:
+    write(tmp_path, [Admitted(0, 0), Chunk(0, 0, 0, tokens(2)), Admitted(0, 1), Chunk(0, 0, 0, tokens(2, version=1))])
+    write(tmp_path, [Chunk(0, 0, 2, tokens(1, version=1))])
+    damage(segment_path(tmp_path, 1), 3)
+    found = recover(tmp_path, 0)
+    assert found.admitted == {0: 1}
+    assert not found.chunks
+    assert "a chunk of row 0, sample 0, begins at token 2, but 0 are there" in found.reports[1]
+
+
 def test_what_may_have_been_trained_is_not_used_where_that_is_not_known(tmp_path: Path) -> None:
     write(tmp_path, [record for row in range(3) for record in (Admitted(row, 0), Accepted(row, group(row)))])
     write(tmp_path, [Took(0, [1]), Took(1, [0]), Trained(2)])
@@ -771,6 +781,12 @@ def test_what_was_promised_outlives_a_loss_of_power(
             if isinstance(together[0], Trained):
                 step = together[0].step  # the checkpoint is there before it is recorded
             await asyncio.gather(*(add(record) for record in together))
+            if chance.random() < 0.1:  # the process is killed, and the next one builds on what it finds
+                for segment in [*journal._full, journal._segment]:
+                    os.close(segment.fd)
+                journal = await opened(tmp_path / "j", policy, segment_bytes=800, step=step)
+                with lock:
+                    promised = len(appended)
         await journal.close()
 
     disk.before = lose
@@ -858,6 +874,7 @@ def test_cleaning_can_end_at_any_moment(tmp_path: Path, monkeypatch: pytest.Monk
             for what, path in copies:
                 write(path, [], step=record.step)  # a process goes on, and removes what was left behind
                 assert not list(path.glob("*.aside"))
+                assert segment_numbers(path)[0] == recover(path, record.step).ledger.first
                 assert contents(recover(path, record.step)) == contents(recover(tmp_path / "j", record.step)), what
                 shutil.rmtree(path)
         runner.run(journal.close())
@@ -898,6 +915,20 @@ def test_a_run_can_fall_back_by_one_checkpoint(tmp_path: Path) -> None:
     assert not set(rows) & recover(tmp_path, 9).groups.keys()
 
 
+def test_damage_of_what_was_cleaned_is_all_that_is_told(tmp_path: Path) -> None:
+    async def run() -> None:
+        journal = await opened(tmp_path, "never", segment_bytes=500)
+        await live(journal, 0, steps=12)
+        await journal.close()
+
+    asyncio.run(run())
+    write(tmp_path, [], step=12)
+    damage(segment_path(tmp_path, segment_numbers(tmp_path)[0]), 0)
+    told = recover(tmp_path, 12).reports
+    assert "a record fails its checksum at byte 16" in told[0]
+    assert not any("is missing" in report for report in told)
+
+
 def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
@@ -931,8 +962,10 @@ def test_a_slow_row_keeps_no_others_on_disk(tmp_path: Path) -> None:
 
 def test_a_run_goes_on_while_its_journal_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go, begun, replace = threading.Event(), threading.Event(), os.replace
+    cleanings = []
 
     def slow(*args: Any) -> None:
+        cleanings.append(args)
         begun.set()
         assert go.wait(60)
         replace(*args)
@@ -949,7 +982,8 @@ def test_a_run_goes_on_while_its_journal_is_cleaned(tmp_path: Path, monkeypatch:
             elif not begun.is_set():
                 await asyncio.to_thread(begun.wait, 60)
                 waiting[-1].cancel()  # the thread goes on all the same
-        assert not go.is_set()
+        await asyncio.sleep(0.05)
+        assert len(cleanings) == 1  # at a time
         go.set()
         await asyncio.gather(*waiting[:-1], return_exceptions=True)
         await waiting[-1]
