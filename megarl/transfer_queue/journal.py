@@ -41,7 +41,7 @@ from megarl.transfer_queue.segment import (
     scan,
     segment_numbers,
     segment_path,
-    sync_directory,
+    sync_path,
     writing,
 )
 from megarl.types import Completion, Group, WeightVersion
@@ -112,9 +112,11 @@ class Journal:
         self._waited_for, self._segment_bytes = _WAITED_FOR[sync], segment_bytes
         with writing(directory, "open the journal"):
             directory.mkdir(parents=True, exist_ok=True)
-            sync_directory(directory.parent)
+            sync_path(directory.parent)
             (directory / _ASIDE).unlink(missing_ok=True)
             numbers = segment_numbers(directory)
+            for number in numbers:  # what was recovered may not be on disk yet, and is built on from here
+                sync_path(segment_path(directory, number))
             self._number = max(numbers, default=0) + 1
             self._segment = SegmentWriter(segment_path(directory, self._number), self._ledger.base(self._ledger.first))
             self._remove_before(self._ledger.first)
@@ -171,7 +173,6 @@ class Journal:
                 os.close(segment.fd)
 
     async def _flush(self) -> None:
-        await asyncio.sleep(0)  # who is about to append does so first
         appended, full, segment = self._appended, list(self._full), self._segment
         try:
             await asyncio.to_thread(_flush_files, self._directory, [*full, segment])
@@ -225,18 +226,18 @@ class Journal:
 
     def _remove_before(self, first: int) -> None:
         """Remove segments that do not count any more, once it is on disk that they do not."""
-        sync_directory(self._directory)
+        sync_path(self._directory)
         for number in segment_numbers(self._directory):
             if number < first:
                 segment_path(self._directory, number).unlink()
-        sync_directory(self._directory)
+        sync_path(self._directory)
 
 
 def _flush_files(directory: Path, segments: list[SegmentWriter]) -> None:
     for segment in segments:
         os.fsync(segment.fd)
     if len(segments) > 1:  # the last one is new
-        sync_directory(directory)
+        sync_path(directory)
 
 
 def _rewrite(directory: Path, number: int, base: Base, places: list[Place]) -> dict[Place, Place]:

@@ -50,7 +50,8 @@ class Ledger:
 
     def restart(self, base: Base) -> None:
         """Take over what `base` says, which is more where records before it are damaged."""
-        self.first, self.floor, self.trained, self.took = base.first, base.floor, base.trained, base.took
+        self.first = max(self.first, base.first)  # a segment may be older than what cleaning made of those before it
+        self.floor, self.trained, self.took = base.floor, base.trained, base.took
         self.lowest_row, self.next_row = base.lowest_row, base.next_row
         self.rows = {
             number: row if (row := self.rows.get(number)) and row.version == version else Row(version)
@@ -122,7 +123,7 @@ class Ledger:
             self.floor, self.took, self.rows = step, [], {}
         elif step < self.floor:
             yield (
-                f"the run resumes from step {step}, but what steps {step} to {self.floor - 1} took was cleaned away when"
+                f"the run resumes from step {step}, but what steps before {self.floor} took was cleaned away when"
                 " newer checkpoints were there: their rows are generated again, and later steps take what they find"
             )
             self.floor, self.took = step, []

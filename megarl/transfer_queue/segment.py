@@ -181,7 +181,8 @@ def writing(path: Path, what: str) -> Iterator[None]:
         ) from None
 
 
-def sync_directory(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """Bring a directory's entries to disk, or a file's content, whoever wrote it."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
