@@ -73,6 +73,7 @@ def kill_again_and_again(engine: Engine, addition: Path, run: Path, victim: str,
         f"batch.prompts={PROMPTS}",
         f"batch.group_size={SAMPLES}",
         "mode={max_lag: 2, interrupt: true}",
+        "placement={type: disaggregated, train_ranks: 1}",
         "rollout={max_new_tokens: 96, chunk_tokens: 8}",
         "optimizer.warmup_steps=0",
     ]
