@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def main() -> None:
     client = QueueClient(keys, deadline_s=60.0)
     start = int(checkpoint.read_text()) if checkpoint.exists() else 0
     for step in range(start, recipe.steps):
+        for engine in plan.engines.values():
+            name_version(engine, plan.key, step)
         handle.serve(plan.engines, published=step)
         handle.generate()
         (run / "started").touch()
@@ -80,6 +83,14 @@ def main() -> None:
             handle.saved(step + 1)
     (run / "finished").touch()
     guard.stop_children()
+
+
+def name_version(engine: EngineAddress, key: str, version: int) -> None:
+    """What the engine has is called `version` from now on, also for requests that are under way."""
+    body = msgspec.json.encode({"new_version": str(version), "abort_all_requests": False})
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{engine.url}/update_weight_version", body, headers)
+    urllib.request.urlopen(request, timeout=60.0).close()
 
 
 def take(run: Path, handle: CoordinatorHandle, client: QueueClient, step: int) -> None:
