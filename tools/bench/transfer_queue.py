@@ -65,12 +65,12 @@ Rows = dict[str, list[list[Any]]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="8 steps instead of 24: under a minute")
+    parser.add_argument("--quick", action="store_true", help="5 steps instead of 24: under a minute")
     parser.add_argument("--baseline-python", type=Path, help="an interpreter that has TransferQueue and Ray")
     parser.add_argument("--scratch", type=Path, help="where to write (default: the system's directory for such files)")
     args = parser.parse_args()
     baseline = args.baseline_python or make_environment()
-    steps = make_steps(8 if args.quick else 24)
+    steps = make_steps(5 if args.quick else 24)
     arrays_mb = statistics.median(nbytes(step) for step in steps[1:]) / 1e6
     print(f"a step: {GROUPS} groups of {SAMPLES}, {arrays_mb:.1f} MB; {os.cpu_count()} cores", flush=True)
     seconds: dict[str, list[tuple[float, float]]] = {}
