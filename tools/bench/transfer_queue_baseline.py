@@ -3,9 +3,9 @@
     python -P transfer_queue_baseline.py DATA
 
 The package's own defaults: a controller and two storage units, which are actors of Ray. This process puts, and four
-others, which connect to them, get. Says "ready"; then for each line that it reads it goes on with the next step, which
-it puts twice, under other keys: by group, as groups finish, and all at once. Prints as a line of JSON, by kind, the
-seconds of putting and of getting, and the sum of all tokens that were got.
+others, which connect to them, get. For each line that it reads it goes on with the next step, which it puts twice,
+under other keys: by group, as groups finish, and all at once. Prints as a line of JSON, by kind, the seconds of putting
+and of getting, and the sum of all tokens that were got.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ def main() -> None:
         consumers.append((process, ours))
     for _, connection in consumers:
         connection.recv()
-    print("ready", flush=True)
     for number, groups in enumerate(steps):
         sys.stdin.readline()
         found: dict[str, tuple[float, float, int]] = {}
