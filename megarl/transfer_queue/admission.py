@@ -26,6 +26,7 @@ class Admission:
         self._version: WeightVersion = -1
         self._next_row = self._lost = 0
         self._finished: set[int] = set()
+        self._interrupted: set[int] = set()
         self._replayed: dict[int, list[int]] = {}
         self.step = 0
         """The next that takes groups."""
@@ -42,10 +43,11 @@ class Admission:
     ) -> None:
         """Begin at `step`, with rows that no earlier step took. Steps that took theirs before take the same again.
 
-        Rows of which nothing is known any more are passed over.
+        Those that were interrupted are admitted again when the version is there under which they were before: older
+        weights than that must not go on with them. Rows of which nothing is known any more are passed over.
         """
         self.step, self._finished, self.admitted = step, set(finished), dict(admitted)
-        self._replayed = dict(took)
+        self._replayed, self._interrupted = dict(took), admitted.keys() - self._finished
         known = step * self._groups_per_step + len(admitted)
         self._next_row = max([known, *(row + 1 for row in admitted)])
         self._lost = self._next_row - known
@@ -55,13 +57,15 @@ class Admission:
         self._version = version
 
     def admit(self) -> list[int]:
-        """The rows that may be asked now, in addition to those that were admitted before."""
+        """The rows that may be asked now, in addition to those before; new ones are behind the interrupted ones."""
         groups = self._groups_per_step
         bound = min(self._version * groups + self._ask, self._steps * groups) + self._lost
         rows = list(range(self._next_row, bound))
         self.admitted |= dict.fromkeys(rows, self._version)
         self._next_row = max(self._next_row, bound)
-        return rows
+        again = sorted(row for row in self._interrupted if self.admitted[row] <= self._version)
+        self._interrupted.difference_update(again)
+        return again + rows
 
     def check_unfinished(self, row: int) -> None:
         """Raise ValueError: the group was there before, or nobody asked for it."""

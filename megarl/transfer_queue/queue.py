@@ -34,7 +34,6 @@ class TransferQueue:
         self._journal: Journal | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._groups: dict[int, Group] = {}
-        self._again: list[int] = []
         self._begun: dict[int, dict[int, Completion]] = defaultdict(dict)
 
     def publish(self, version: WeightVersion) -> None:
@@ -53,7 +52,6 @@ class TransferQueue:
         self._groups = found.groups
         for row in found.groups:
             self.counters.put(row)
-        self._again = sorted(found.admitted.keys() - found.groups.keys())
         for (row, sample), completion in found.chunks.items():
             self._begun[row][sample] = completion
         self._admission.restore(step, found.admitted, sorted(found.groups), found.took)
@@ -61,7 +59,7 @@ class TransferQueue:
             tokens = sum(len(one.output_ids) for samples in self._begun.values() for one in samples.values())
             print(
                 f"journal: {len(found.groups)} groups are finished, of which {sum(map(len, found.took.values()))} train"
-                f" in the same steps as before; {len(self._again)} go on, from {tokens} tokens"
+                f" in the same steps as before; {len(found.admitted) - len(found.groups)} go on, from {tokens} tokens"
             )
 
     @property
@@ -71,11 +69,12 @@ class TransferQueue:
 
     def admit(self) -> list[int]:
         """Rows that may be asked from now on; more come with the next version."""
-        again, self._again = self._again, []
+        known = set(self._admission.admitted)
         rows = self._admission.admit()
         for row in rows:
-            self._open_journal.append(Admitted(row, self._version))
-        return again + rows
+            if row not in known:
+                self._open_journal.append(Admitted(row, self._version))
+        return rows
 
     def begun(self, row: int) -> dict[int, Completion]:
         """What samples of the row's group have from an earlier process."""

@@ -105,7 +105,7 @@ def take(run: Path, handle: CoordinatorHandle, client: QueueClient, step: int) -
     }
     with (run / "trained.jsonl").open("a") as file:
         file.write(json.dumps({"step": step, "rows": rows}) + "\n")
-    time.sleep(0.05)
+    time.sleep(0.2)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tests.jobs import ROOT, alive, wait_until
 pytestmark = pytest.mark.engine
 
 RECIPE = ROOT / "launch/recipes/carry_addition_rl.yaml"
-STEPS, PROMPTS, SAMPLES, SAVE_EVERY = 12, 4, 4, 3
+STEPS, PROMPTS, SAMPLES, SAVE_EVERY = 16, 4, 4, 4
 KILLS = 6
 START_S = 60.0
 
@@ -83,7 +83,7 @@ def kill_again_and_again(engine: Engine, addition: Path, run: Path, victim: str,
         with loop(plan) as process:
             wait_until(lambda p=process: (run / "started").exists() or p.poll() is not None, START_S, lambda: said(run))
             if done < kills:
-                time.sleep(draw.uniform(0.0, 1.5))
+                time.sleep(draw.uniform(0.0, 4.0))
                 target = process.pid
                 if victim == "coordinator" and (children := psutil.Process(process.pid).children()):
                     target = children[0].pid
