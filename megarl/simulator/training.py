@@ -62,6 +62,8 @@ class Steps:
     lag_max: int
     stale: float
     """Fraction of trained tokens that older weights sampled."""
+    batch: float
+    """Requests that ran in a decode step, on average over the steps of the whole run."""
     again: float
     """Tokens prefilled again for each generated one, in the whole run."""
     rows: list[list[int]] = field(repr=False)
@@ -124,7 +126,8 @@ def simulate_training(
         lag_mean=run.lags / run.tokens,
         lag_max=run.lag_max,
         stale=run.stale / run.tokens,
-        again=run.again(),
+        batch=run.generated / sum(engine.steps for engine in run.cluster.engines),
+        again=run.prefilled_again / run.generated,
         rows=run.rows,
     )
 
@@ -203,8 +206,12 @@ class _Run:
         """Of all engines, up to their last step."""
         return sum(engine.counts.decode_s + engine.counts.prefill_s for engine in self.cluster.engines)
 
-    def again(self) -> float:
-        """All that was prefilled but each prompt once, for each generated token."""
+    @property
+    def generated(self) -> int:
+        return sum(engine.counts.generated for engine in self.cluster.engines)
+
+    @property
+    def prefilled_again(self) -> int:
+        """All that was prefilled, but each prompt once."""
         prompts = {job.group: job.prompt for job in self.cluster.jobs if job.generated}
-        prefilled = sum(engine.counts.prefilled for engine in self.cluster.engines)
-        return (prefilled - sum(prompts.values())) / sum(engine.counts.generated for engine in self.cluster.engines)
+        return sum(engine.counts.prefilled for engine in self.cluster.engines) - sum(prompts.values())
