@@ -27,11 +27,12 @@ Columns:
   lag        of tokens in versions, mean and largest; stale: % of the trained tokens that older weights sampled
   again      tokens prefilled again for each generated one
 
-The last part has the conditions of verl's fully asynchronous run: Qwen2.5-Math-7B on 128 H20, 512 x 16 samples a step,
-responses of up to 28k tokens, the published seconds of training, and lengths whose mean makes the synchronous
-rollout take the published 178 s. Published are 356 s a step synchronous, and 151 s with 64 GPUs for each.
+The last part has the conditions of verl's fully asynchronous run (docs/advance/fully_async.md there): a 7B model on 128
+H20, 512 x 16 samples a step, responses of up to 28k tokens, `ask` 1.5 steps, the published seconds of training, and
+lengths whose mean makes the synchronous rollout take the published 178 s. What is left to predict is the asynchronous
+step, with 64 GPUs for each, for which 151 s are published.
 
-The last line has each mode's samples over those of sync and whole, for the 8B model on `reasoning`, on 64 and 1,024 GPUs.
+The last line has samples over those of sync and whole, for the 8B model on `reasoning` on 64 and 1,024 GPUs.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ MODES = {
     "async_2": Mode(2, interrupt=True),
     "async_4": Mode(4, interrupt=True),
 }
-VERL_STEP_S, VERL_ASYNC_STEP_S = 356.3, 150.63
+VERL_STEP_S, VERL_ROLLOUT_S = 356.30, 177.85
+VERL_ASYNC_STEP_S, VERL_ASYNC_TRAIN_S = 150.63, 150.63 - 33.14
+"""Of a step, on 128 H20 and on 64 and 64: verl's docs/advance/fully_async.md; 33 s of it the trainer waits."""
 HEADER = (
     f"{'mode':8} {'engines':>7} {'seconds':>8} {'samples':>8} {'of sync':>7} {'of whole':>8} {'idle':>13} {'batch':>6} "
     f"{'lag':>7} {'stale':>6} {'again':>6}"
@@ -145,13 +148,31 @@ def settings(*, quick: bool) -> Iterator[tuple[str, Setting]]:
         for model in SERVED:
             for gpus, samples in SAMPLES_PER_GPU.items():
                 title = f"{preset}, {model}, {gpus:,} GPUs"
-                yield title, Setting(PRESETS[preset].lengths, model, 16 if quick else 32, samples, 4 if quick else 12)
+                yield title, Setting(PRESETS[preset].lengths, model, 16 if quick else 32, samples, 8 if quick else 15)
 
 
-def verl(*, quick: bool) -> tuple[float, float, float]:
-    """The mean length, and seconds of a step: synchronous, and asynchronous with at most half of the samples stale."""
-    gpus, engine = 32, roofline("", MODELS["qwen2.5-7b"], GPUS["H20"], Placement(1))
-    return 0.0, 0.0, 0.0
+def verl(*, quick: bool) -> tuple[float, Steps, Steps]:
+    """Mean length, and what came out synchronous and asynchronous; a quarter of the machine, an eighth if `quick`."""
+    gpus, groups = (16, 64) if quick else (32, 128)
+    engine = roofline("", MODELS["qwen2.5-7b"], GPUS["H20"], Placement(1))
+
+    def run(mean: float, engines: int, train_s: float, mode: Mode, steps: int) -> Steps:
+        lengths = replace(
+            PRESETS["reasoning"].lengths, mean=mean, cap=28 * 1024, groups=groups * (steps + 3 + mode.max_lag)
+        )
+        trains = Trainer(0.0, train_s, 0.0, takes_turns=engines == gpus)
+        work = replace(lengths, group_size=GROUP_SIZE).draw()
+        options = make_scheduler("least_loaded"), trains, mode
+        return simulate_training(work, engine, engines, *options, groups_per_step=groups, warm_up=3)
+
+    low, high = 1e3, 2e4
+    while high / low > 1.01:
+        mean = (low * high) ** 0.5
+        too_long = run(mean, gpus, 0.0, Mode(), 8).seconds > VERL_ROLLOUT_S
+        low, high = (low, mean) if too_long else (mean, high)
+    synchronous = run(mean, gpus, VERL_STEP_S - VERL_ROLLOUT_S, Mode(), 8)
+    half = Mode(4, interrupt=True, ask=groups * 3 // 2)  # how much is stale is bounded there, not how old it is
+    return mean, synchronous, run(mean, gpus // 2, VERL_ASYNC_TRAIN_S, half, 8 if quick else 16)
 
 
 def row(name: str, gpus: int, total: int, steps: Steps, results: dict[str, tuple[int, Steps]]) -> str:
@@ -170,6 +191,7 @@ def main() -> None:
     titles, given = zip(*settings(quick=quick), strict=True)
     headline: dict[str, float] = {}
     with ProcessPoolExecutor() as pool:
+        verl_run = pool.submit(verl, quick=quick)
         for title, setting, results in zip(titles, given, pool.map(Setting.all_modes, given), strict=True):
             print(f"{title}\n{HEADER}")
             for name, (gpus, steps) in results.items():
@@ -180,6 +202,15 @@ def main() -> None:
                     for other in ("sync", "whole"):
                         ratio = results[name][1].samples_s / results[other][1].samples_s
                         headline[f"{name}_of_{other}_{title.split()[-2].replace(',', '')}"] = ratio
+        mean, synchronous, asynchronous = verl_run.result()
+    ratio = synchronous.seconds / asynchronous.seconds
+    print(
+        f"verl, 128 H20, mean length {mean:,.0f}: {synchronous.seconds:.1f} s a step synchronous, "
+        f"{asynchronous.seconds:.1f} s asynchronous (published: {VERL_STEP_S:.1f}, {VERL_ASYNC_STEP_S:.1f}), ratio "
+        f"{ratio:.2f} ({VERL_STEP_S / VERL_ASYNC_STEP_S:.2f}); asynchronous GPUs idle {asynchronous.rollout_idle:.1%}, "
+        f"{asynchronous.train_idle:.1%}\n"
+    )
+    headline["verl_async"] = ratio
     print(" ".join(f"{name}={value:.2f}" for name, value in headline.items()))
 
 
