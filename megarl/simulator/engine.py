@@ -128,6 +128,15 @@ class SimulatedEngine:
                 finished.append(job)
         return finished
 
+    def forget(self, until: float) -> None:
+        """Nothing is cached any more, what ran is the first to be prefilled again, and nothing happens `until` then."""
+        for job in reversed(list(self.running.values())):
+            self._leave(job, keep=False)
+            self.queue.appendleft(job)
+        self._cache.clear()
+        self._cached, self._asked, self._asked_at = 0, 0, -1
+        self.clock = until
+
     def plan(self) -> None:
         """Admits what fits, prefills it, preempts if the next step does not fit, and plans up to the next event."""
         self._admit()

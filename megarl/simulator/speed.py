@@ -82,6 +82,7 @@ class Gpu:
 GPUS = {
     "H100": Gpu(80e9, 3.35e12, 989e12, 1979e12, 450e9),
     "H200": Gpu(141e9, 4.8e12, 989e12, 1979e12, 450e9),
+    "H20": Gpu(96e9, 4.0e12, 148e12, 296e12, 450e9),
     "H800": Gpu(80e9, 3.35e12, 989e12, 1979e12, 200e9),
 }
 """Data sheets of NVIDIA's SXM parts; `link` is one direction of NVLink. The H800's is cut to 400 GB/s both ways."""
@@ -148,7 +149,9 @@ MODELS = {
     "llama3.1-8b": grouped(32, 4096, 32, 8, 128, 8.03e9),
     "llama3.3-70b": grouped(80, 8192, 64, 8, 128, 70.6e9),
     "llama3.1-405b": grouped(126, 16384, 128, 8, 128, 405.9e9),
+    "qwen2.5-7b": grouped(28, 3584, 28, 4, 128, 7.62e9),
     "qwen3-8b": grouped(36, 4096, 32, 8, 128, 8.19e9),
+    "qwen3-32b": grouped(64, 5120, 64, 8, 128, 32.8e9),
     "qwen2-vl-72b": grouped(80, 8192, 64, 8, 128, 73.4e9),
     "qwen3-235b-a22b": grouped(
         94, 4096, 64, 4, 128, 235.1e9, active=22.2e9, routed=227.1e9, experts=128, experts_per_token=8

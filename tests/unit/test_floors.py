@@ -45,7 +45,7 @@ OUTSIDE_MEGARL = {"launch", "tools"}
 NO_DOOR = {"types"}
 """Rooms that are one module, so that there is nothing to go around."""
 
-SIDE_DOORS = {"megarl.rollout_engine.scheduler"}
+SIDE_DOORS = {"megarl.rollout_engine.scheduler", "megarl.transfer_queue.admission"}
 """Pure parts of rooms that have a door of their own."""
 
 ENGINES = {"megatron": "megarl/model_engine/", "sglang": "megarl/rollout_engine/server.py"}
