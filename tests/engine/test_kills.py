@@ -29,7 +29,7 @@ from tests.jobs import ROOT, alive, wait_until
 pytestmark = pytest.mark.engine
 
 RECIPE = ROOT / "launch/recipes/carry_addition_rl.yaml"
-STEPS, PROMPTS, SAMPLES, SAVE_EVERY = 16, 4, 4, 4
+STEPS, PROMPTS, SAMPLES, SAVE_EVERY = 16, 4, 4, 8
 KILLS = 6
 START_S = 60.0
 
@@ -129,14 +129,16 @@ def said(run: Path) -> str:
 
 
 def lose_unsynced(run: Path, draw: random.Random) -> None:
-    """Of each segment, what was not synced is gone from some byte on."""
+    """Of each segment, what was not synced is gone from some byte on; what is left is on disk."""
     synced: dict[str, int] = {}
     for line in (run / SYNCED).read_text().splitlines() if (run / SYNCED).exists() else []:
         name, size = json.loads(line)
         synced[name] = max(size, synced.get(name, 0))
     for path in (run / "journal" / "rows").glob("*.journal"):
         size = path.stat().st_size
-        os.truncate(path, draw.randint(min(synced.get(path.name, 0), size), size))
+        os.truncate(path, left := draw.randint(min(synced.get(path.name, 0), size), size))
+        with (run / SYNCED).open("a") as file:
+            file.write(json.dumps([path.name, left]) + "\n")
 
 
 def remember(run: Path, begun: dict[tuple[int, int], list[int]]) -> None:
