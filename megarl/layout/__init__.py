@@ -1,6 +1,47 @@
 """Parallel layouts: what each rank holds and how long a step takes, from the model's sizes, without a GPU."""
 
-from megarl.layout.model import Decoder, decoder
+from megarl.layout.machine import Machine, Shares
+from megarl.layout.model import (
+    Attention,
+    Decoder,
+    Layer,
+    Linear,
+    Mixture,
+    Mlp,
+    Scan,
+    decoder,
+    gated_mlp,
+    grouped_attention,
+    latent_attention,
+)
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
+from megarl.layout.step import Cost, Step, step_time
+from megarl.layout.training import Kernel, Precision, Software, Training
 
-__all__ = ["Decoder", "Held", "Stage", "decoder", "held", "part_sizes", "stages"]
+__all__ = [
+    "Attention",
+    "Cost",
+    "Decoder",
+    "Held",
+    "Kernel",
+    "Layer",
+    "Linear",
+    "Machine",
+    "Mixture",
+    "Mlp",
+    "Precision",
+    "Scan",
+    "Shares",
+    "Software",
+    "Stage",
+    "Step",
+    "Training",
+    "decoder",
+    "gated_mlp",
+    "grouped_attention",
+    "held",
+    "latent_attention",
+    "part_sizes",
+    "stages",
+    "step_time",
+]

@@ -1,0 +1,99 @@
+"""What GPUs and networks do of what their data sheets promise: few numbers, the same for all models.
+
+Peaks are `megarl.simulator.GPUS`; shares are fitted to published training runs by `tools/bench/layout_accuracy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.layout.training import Kernel, Precision
+from megarl.simulator import Gpu
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is reached of the peaks, and what each operation costs beyond it."""
+
+    gemm: Mapping[str, float] = field(
+        default_factory=lambda: {"A100": 0.8, "H100": 0.72, "B200": 0.72}
+    )
+    """16-bit matrix products that are not bound by memory, by GPU generation."""
+    low_precision: Mapping[Precision, float] = field(
+        default_factory=lambda: {"bf16": 1.0, "fp8": 0.8, "mxfp8": 0.75, "fp4": 0.6}
+    )
+    """Of `gemm`, on the peak of each precision."""
+    attention: Mapping[Kernel, float] = field(
+        default_factory=lambda: {"flash1": 0.45, "flash2": 0.6, "cudnn": 0.55, "fused_softmax": 0.6, "unfused": 0.6}
+    )
+    """Of the 16-bit peak, in the products of attention's forward pass; of the backward pass 0.8 times."""
+    memory: float = 0.8
+    link: float = 0.7
+    network: float = 0.7
+    collective_s: float = 20e-6
+    """Of one collective beyond its bytes."""
+    layer_s: float = 300e-6
+    """The host's work for the forward pass of a layer; the backward pass takes as long."""
+    overlap: float = 0.6
+    """Of a collective that runs beside computation, what it does not add to it."""
+    kernel_s: float = 4e-6
+    """Of a kernel's start and end, in which the GPU does nothing else."""
+    step_s: float = 0.05
+    """Of a step: the optimizer's kernels, the gradient's norm, the data."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind on a network; `generation` is the one whose shares they reach."""
+
+    gpu: Gpu
+    generation: str = "H100"
+    shares: Shares = field(default_factory=Shares)
+
+    def gemm_s(self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1) -> float:
+        """Seconds of `count` products of rows x inputs and inputs x outputs."""
+        low = 2.0 if precision == "bf16" else 1.0
+        flops = 2.0 * rows * inputs * outputs * count
+        moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
+        return flops / self.flops(precision) + self.memory_s(moved)
+
+    def flops(self, precision: Precision) -> float:
+        """FLOPs a second of a large product."""
+        peak = {"bf16": self.gpu.flops_16, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(precision, self.gpu.flops_8)
+        return peak * self.shares.gemm[self.generation] * self.shares.low_precision[precision]
+
+    def memory_s(self, moved: float) -> float:
+        """Seconds to read or write so many bytes of memory."""
+        return moved / (self.gpu.bandwidth * self.shares.memory)
+
+    def collective_s(self, sent: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `sent` bytes in all, among ranks so far apart, as a ring.
+
+        A group that leaves its node is bound by the network, of which each GPU has its part; what its ranks on one
+        node exchange goes over their link.
+        """
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.gpu.linked // stride))
+        link, network = self.gpu.link * self.shares.link, self.gpu.network * self.shares.network
+        if near == ranks:
+            return sent * (ranks - 1) / ranks / link + self.shares.collective_s
+        far = ranks // near
+        # rings through all NICs of the node's members: each carries 1 / near of the bytes
+        seconds = sent * (far - 1) / far / near / network + sent * (near - 1) / near / link
+        return seconds + self.shares.collective_s * (1 + far.bit_length())
+
+    def all_to_all_s(self, sent: float, ranks: int, stride: int) -> float:
+        """Seconds to send `sent` bytes of each rank evenly to all."""
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.gpu.linked // stride))
+        link, network = self.gpu.link * self.shares.link, self.gpu.network * self.shares.network
+        away = (ranks - near) / ranks
+        return max(sent * away / network, sent * (near - 1) / ranks / link) + self.shares.collective_s
+
+    def send_s(self, sent: float, stride: int) -> float:
+        """Seconds to send bytes to the rank `stride` further."""
+        share = self.gpu.link * self.shares.link if stride < self.gpu.linked else self.gpu.network * self.shares.network
+        return sent / share + self.shares.collective_s
