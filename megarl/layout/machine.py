@@ -17,7 +17,7 @@ class Shares:
     """What is reached of the peaks, and what each operation costs beyond it."""
 
     gemm: Mapping[str, float] = field(
-        default_factory=lambda: {"A100": 0.8, "H100": 0.72, "B200": 0.72}
+        default_factory=lambda: {"A100": 0.8, "H100": 0.72, "B200": 0.72, "B300": 0.72}
     )
     """16-bit matrix products that are not bound by memory, by GPU generation."""
     low_precision: Mapping[Precision, float] = field(
@@ -29,7 +29,11 @@ class Shares:
     )
     """Of the 16-bit peak, in the products of attention's forward pass; of the backward pass 0.8 times."""
     memory: float = 0.8
+    scan: float = 0.1
+    """Of the 16-bit peak, in a Mamba-2 scan."""
     link: float = 0.7
+    exchange: float = 0.6
+    """Of the link, when tokens are sent to experts."""
     network: float = 0.7
     collective_s: float = 20e-6
     """Of one collective beyond its bytes."""
@@ -39,6 +43,8 @@ class Shares:
     """Of a collective that runs beside computation, what it does not add to it."""
     kernel_s: float = 4e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
+    routing_s: float = 1e-3
+    """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
     step_s: float = 0.05
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
@@ -84,16 +90,28 @@ class Machine:
         seconds = sent * (far - 1) / far / near / network + sent * (near - 1) / near / link
         return seconds + self.shares.collective_s * (1 + far.bit_length())
 
-    def all_to_all_s(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds to send `sent` bytes of each rank evenly to all."""
+    def exchange_s(self, sent: float, choices: int, ranks: int, stride: int, once: bool) -> float:
+        """Seconds to send tokens of `sent` bytes on each rank to the ranks of the `choices` experts of each, at random.
+
+        A token goes once to each rank that has any of its experts; `once` also over the network once to each node,
+        where it is passed on.
+        """
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.gpu.linked // stride))
-        link, network = self.gpu.link * self.shares.link, self.gpu.network * self.shares.network
-        away = (ranks - near) / ranks
-        return max(sent * away / network, sent * (near - 1) / ranks / link) + self.shares.collective_s
+        nodes = ranks // near
+        link, network = self.gpu.link * self.shares.exchange, self.gpu.network * self.shares.network
+        copies, visits = _distinct(ranks, choices), _distinct(nodes, choices)
+        away = (visits if once else copies) * (nodes - 1) / nodes
+        inside = copies * (1 if once else near / ranks) * (near - 1) / near
+        return sent * max(away / network, inside / link) + self.shares.collective_s
 
     def send_s(self, sent: float, stride: int) -> float:
         """Seconds to send bytes to the rank `stride` further."""
         share = self.gpu.link * self.shares.link if stride < self.gpu.linked else self.gpu.network * self.shares.network
         return sent / share + self.shares.collective_s
+
+
+def _distinct(places: int, draws: int) -> float:
+    """How many of so many places are drawn at least once, on average."""
+    return places * (1 - (1 - 1 / places) ** draws)

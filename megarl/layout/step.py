@@ -94,7 +94,7 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     forward, backward = Cost(), Cost()
     for ahead, back in (_mixer(training, machine, layer), _mlp(training, machine, layer), _norms(training, machine, layer)):
         forward, backward = forward + ahead, backward + back
-    starts = Cost(memory=_kernels(training, layer) * machine.shares.kernel_s)
+    starts = Cost(memory=_kernels(training, layer) * machine.shares.kernel_s * (0.3 if training.software.graphs else 1.0))
     forward, backward = forward + starts, backward + starts * 2
     total = forward + backward
     if training.layout.recompute == "full":
@@ -189,7 +189,7 @@ def _scan(training: Training, machine: Machine, scan: Scan) -> tuple[Cost, Cost]
     """The chunked scan: products within chunks and with the state, and its convolution."""
     tokens, inner = training.tokens, scan.inner / training.layout.tensor
     flops = 2.0 * tokens * inner * (scan.chunk + 3 * scan.state)
-    seconds = flops / (machine.gpu.flops_16 * machine.shares.attention["cudnn"] / 2)
+    seconds = flops / (machine.gpu.flops_16 * machine.shares.scan)
     moved = machine.memory_s(tokens * (16.0 * inner + 8.0 * scan.groups * scan.state / training.layout.tensor))
     return Cost(attention=seconds, memory=moved), Cost(attention=2.5 * seconds, memory=2 * moved)
 
@@ -234,11 +234,14 @@ def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Co
     act = machine.memory_s(_activation(training, mixture.expert) * routed)
     permute = machine.memory_s(8.0 * routed * hidden + 16.0 * own * mixture.count)
     router = machine.gemm_s(own, mixture.router.inputs, mixture.router.outputs)
-    # a token goes once to each rank that has any of its experts
-    copies = layout.expert * (1 - (1 - 1 / layout.expert) ** mixture.active)
-    send = machine.all_to_all_s(2.0 * own * hidden * copies, layout.expert, layout.expert_tensor)
+    software = training.software
+    send = machine.exchange_s(
+        2.0 * own * hidden, mixture.active, layout.expert, layout.expert_tensor, software.send_once
+    )
+    send *= 1 - machine.shares.overlap if software.expert_overlap else 1.0
+    wait = 0.0 if software.graphs else machine.shares.routing_s
     gather = machine.collective_s(2.0 * routed * hidden * layout.expert_tensor, layout.expert_tensor, 1)
-    ahead = Cost(gemm=gemm + router, memory=act + permute + cast, expert=2 * send, tensor=2 * gather)
+    ahead = Cost(gemm=gemm + router, memory=act + permute + cast + wait, expert=2 * send, tensor=2 * gather)
     back = Cost(gemm=2 * gemm + 2 * router, memory=5 / 3 * act + permute + cast, expert=2 * send, tensor=2 * gather)
     if mixture.shared is not None:
         dense = _dense(training, machine, mixture.shared)

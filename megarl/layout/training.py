@@ -30,6 +30,10 @@ class Software:
     """Gradients are summed and weights gathered while others are computed."""
     graphs: bool = False
     """Kernels are launched in CUDA graphs, so that the host is never waited for."""
+    send_once: bool = True
+    """A token for several experts of one node is sent there once (DeepEP, HybridEP)."""
+    expert_overlap: bool = False
+    """Tokens are exchanged while others are computed."""
     gradient_bytes: int = 4
 
 

@@ -7,6 +7,7 @@ or its training program, the same for all of its rows. Used by `layout_accuracy.
 from __future__ import annotations
 
 import csv
+import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -67,6 +68,8 @@ PROGRAMS = {
 }
 """By how a framework's name begins; all others are current Megatron-core."""
 
+GRAPHS_SINCE = 26.06
+"""Megatron-Bridge's release from which its recipes capture layers with experts in CUDA graphs and overlap exchanges."""
 JEAN_ZAY_NETWORK = 6.25e9
 """Bytes a second for each GPU: four 100 Gb/s Omni-Path links for eight of them, where BigScience trained."""
 POWER_CAPPED = 0.8
@@ -113,7 +116,7 @@ def read_runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
 def machine(row: Row, shares: Shares) -> Machine:
     """The GPUs and the network of a row."""
     name = row["gpu"]
-    generation = "A100" if name.startswith("A100") else "H100" if name.startswith(("H100", "H200")) else "B200"
+    generation = next(one for one in ("A100", "H100", "H200", "B200", "B300") if one in name.replace("GB", "B")).replace("H200", "H100")
     for known in ("A100-40GB", "GB300", "GB200", "B300", "B200", "H200", "H100", "A100"):
         if name.startswith(known):
             gpu = GPUS[known]
@@ -167,7 +170,15 @@ def _program(row: Row) -> Software:
     software = PROGRAMS[max(known, key=len)] if known else Software()
     if row["attn_kernel"] in KERNELS:
         software = replace(software, kernel=KERNELS[row["attn_kernel"]])
-    return replace(software, fused_norm=True) if row["attn_kernel"].endswith("+rms") else software
+    if row["attn_kernel"].endswith("+rms"):
+        software = replace(software, fused_norm=True)
+    if "alltoall" in row["note"] or "A2A" in row["note"]:
+        software = replace(software, send_once="DeepEP" in row["note"])
+    if "A2A overlap" in row["note"]:
+        software = replace(software, expert_overlap=True)
+    if (release := re.search(r"\((\d\d\.\d\d)[.\d]*\)$", row["source"])) and float(release[1]) >= GRAPHS_SINCE:
+        software = replace(software, graphs=True, expert_overlap=True)
+    return software
 
 
 def _decoder(row: Row) -> Decoder:
@@ -205,6 +216,7 @@ def _described(name: str, billions: float, sizes: tuple[int | None, ...]) -> Dec
     depth = [layers] if layers else range(1, 200)
     best = None
     for count, head_dim in product(depth, head_dims):
+        assert count is not None
         candidate = _make(name, count, hidden, ffn or 4 * hidden, head_counts[0], kv_heads, head_dim, vocab,
                           experts, topk, plain, latent)
         error = abs(candidate.parameters / 1e9 - billions)
@@ -245,6 +257,7 @@ def _make(
         mlp = Mixture(gated_mlp(hidden, ffn), experts, topk or 1, Linear(hidden, experts, "none"), shared)
         kinds = [Layer(attention, mlp, 2 * hidden)]
         if latent:
+            layers += latent[3]
             kinds.append(Layer(attention, gated_mlp(hidden, latent[2]), 2 * hidden))
             order = [1] * latent[1] + [0] * (layers - latent[1])
     if windows:
