@@ -1,6 +1,7 @@
 """Parallel layouts: what each rank holds and how long a step takes, from the model's sizes, without a GPU."""
 
 from megarl.layout.machine import Machine, Shares
+from megarl.layout.memory import Memory, fits, layer_bytes, memory
 from megarl.layout.model import (
     Attention,
     Decoder,
@@ -27,6 +28,7 @@ __all__ = [
     "Layer",
     "Linear",
     "Machine",
+    "Memory",
     "Mixture",
     "Mlp",
     "Precision",
@@ -37,10 +39,13 @@ __all__ = [
     "Step",
     "Training",
     "decoder",
+    "fits",
     "gated_mlp",
     "grouped_attention",
     "held",
     "latent_attention",
+    "layer_bytes",
+    "memory",
     "part_sizes",
     "stages",
     "step_time",

@@ -21,7 +21,7 @@ class Shares:
     )
     """16-bit matrix products that are not bound by memory, by GPU generation."""
     low_precision: Mapping[Precision, float] = field(
-        default_factory=lambda: {"bf16": 1.0, "fp8": 0.8, "mxfp8": 0.75, "fp4": 0.6}
+        default_factory=lambda: {"fp32": 0.07, "bf16": 1.0, "fp8": 0.8, "mxfp8": 0.75, "fp4": 0.6}
     )
     """Of `gemm`, on the peak of each precision."""
     attention: Mapping[Kernel, float] = field(
@@ -59,14 +59,15 @@ class Machine:
 
     def gemm_s(self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1) -> float:
         """Seconds of `count` products of rows x inputs and inputs x outputs."""
-        low = 2.0 if precision == "bf16" else 1.0
+        low = {"fp32": 4.0, "bf16": 2.0}.get(precision, 1.0)
         flops = 2.0 * rows * inputs * outputs * count
         moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
         return flops / self.flops(precision) + self.memory_s(moved)
 
     def flops(self, precision: Precision) -> float:
         """FLOPs a second of a large product."""
-        peak = {"bf16": self.gpu.flops_16, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(precision, self.gpu.flops_8)
+        full = self.gpu.flops_16
+        peak = {"fp32": full, "bf16": full, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(precision, self.gpu.flops_8)
         return peak * self.shares.gemm[self.generation] * self.shares.low_precision[precision]
 
     def memory_s(self, moved: float) -> float:

@@ -50,8 +50,7 @@ class Attention:
     window: int | None = None
     norms: int = 0
     sinks: int = 0
-    fused_inputs: int = 1
-    """How many of the linear layers read the layer's normed input."""
+    rotary: bool = True
 
     def parameters(self, tensor: int) -> int:
         return sum(one.parameters(tensor) for one in self.linears) + self.norms + self.sinks * self.heads // tensor
@@ -234,9 +233,8 @@ def latent_attention(hidden: int, heads: int, latent: LatentAttention) -> Attent
         Linear(latent.kv_rank, heads * (latent.nope + latent.value), "outputs"),
         Linear(heads * latent.value, hidden, "inputs"),
     )
-    return Attention(
-        linears, heads, heads, key, latent.value, norms=latent.kv_rank + (latent.query_rank or 0), fused_inputs=2
-    )
+    norms = latent.kv_rank + (latent.query_rank or 0)
+    return Attention(linears, heads, heads, key, latent.value, norms=norms)
 
 
 def _layer(shape: ModelShape, number: int) -> Layer:

@@ -12,8 +12,7 @@ from dataclasses import dataclass, fields
 from megarl.layout.machine import Machine
 from megarl.layout.model import Attention, Layer, Linear, Mixture, Mlp, Scan
 from megarl.layout.parameters import held, stages
-from megarl.layout.training import Training
-
+from megarl.layout.training import LOW, Training
 
 @dataclass(frozen=True)
 class Cost:
@@ -97,8 +96,10 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     starts = Cost(memory=_kernels(training, layer) * machine.shares.kernel_s * (0.3 if training.software.graphs else 1.0))
     forward, backward = forward + starts, backward + starts * 2
     total = forward + backward
+    if training.light_recompute:
+        total = total + Cost(memory=forward.memory)
     if training.layout.recompute == "full":
-        return total + forward
+        return total + forward * training.recomputed
     if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
         return total + Cost(attention=forward.attention)
     return total
@@ -115,7 +116,7 @@ def _kernels(training: Training, layer: Layer) -> int:
         count += 24
     elif layer.mlp is not None:
         count += 3 if software.fused_mlp else 5
-    if training.precision != "bf16":
+    if training.precision in LOW:
         count += 8
     return count
 
@@ -123,7 +124,7 @@ def _kernels(training: Training, layer: Layer) -> int:
 def _linears(training: Training, machine: Machine, linears: tuple[Linear, ...], tokens: float) -> tuple[Cost, Cost]:
     """Products of layers that all tokens pass: one forward, two backward, one without gradients of weights."""
     gemm = cast = 0.0
-    low = training.precision != "bf16"
+    low = training.precision in LOW
     for one in linears:
         inputs, outputs = one.sizes(training.layout.tensor)
         gemm += machine.gemm_s(tokens, inputs, outputs, training.precision)
@@ -163,7 +164,8 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
     seen = sequence if attention.window is None else min(sequence, 2 * attention.window)
     pairs = tokens * seen * heads
     peak = machine.gpu.flops_16 * machine.shares.attention[software.kernel]
-    rope = machine.memory_s((8.0 if software.fused_mlp else 32.0) * tokens * heads * attention.key)
+    rotated = tokens * heads * attention.key if attention.rotary else 0.0
+    rope = machine.memory_s((8.0 if software.fused_mlp else 32.0) * rotated)
     if software.kernel in ("unfused", "fused_softmax"):
         flops = 2.0 * pairs * (attention.key + attention.value)
         if attention.key % 8:  # tensor cores need operands of 16 bytes
@@ -225,7 +227,7 @@ def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Co
     group = layout.expert * layout.expert_tensor
     rows = routed * group / mixture.count
     local = mixture.count / layout.expert
-    low = 4.0 if training.precision != "bf16" else 0.0
+    low = 4.0 if training.precision in LOW else 0.0
     gemm = cast = 0.0
     for one in (mixture.expert.up, mixture.expert.down):
         inputs, outputs = one.sizes(layout.expert_tensor)
@@ -267,9 +269,13 @@ def _output(training: Training, machine: Machine) -> Cost:
     decoder, tensor = training.decoder, training.layout.tensor
     outputs = 1 if decoder.head else decoder.padded_vocab(tensor) // tensor
     gemm = machine.gemm_s(training.tokens, decoder.hidden, outputs)
-    moved = machine.memory_s(24.0 * training.tokens * outputs)
     around = _exchange(training, machine)
-    return Cost(gemm=3 * gemm, memory=moved) + (around[0] + around[1]) * 0.5
+    gathered = 0.0
+    if training.software.gathered_logits:
+        gathered = machine.collective_s(2.0 * training.tokens * outputs * tensor, tensor, 1)
+        outputs *= tensor
+    moved = machine.memory_s(24.0 * training.tokens * outputs)
+    return Cost(gemm=3 * gemm, memory=moved, tensor=gathered) + (around[0] + around[1]) * 0.5
 
 
 def _embedding(training: Training, machine: Machine) -> Cost:

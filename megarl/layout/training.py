@@ -8,8 +8,11 @@ from typing import Literal
 from megarl.config import Layout
 from megarl.layout.model import Decoder
 
-Precision = Literal["bf16", "fp8", "mxfp8", "fp4"]
+Precision = Literal["fp32", "bf16", "fp8", "mxfp8", "fp4"]
 """Of linear layers; attention and the rest are 16-bit."""
+
+LOW: tuple[Precision, ...] = ("fp8", "mxfp8", "fp4")
+"""Precisions to which the inputs of linear layers are cast."""
 
 Kernel = Literal["unfused", "fused_softmax", "flash1", "flash2", "cudnn"]
 """How attention is computed: with scores in memory and a softmax of several passes or one, or without them."""
@@ -35,6 +38,14 @@ class Software:
     expert_overlap: bool = False
     """Tokens are exchanged while others are computed."""
     gradient_bytes: int = 4
+    partition_bytes: float = 12.0
+    """Of the optimizer's state for each parameter: master weights and two moments in 32 bits, maybe a gradient."""
+    logit_bytes: float = 8.0
+    """For each logit at the peak of the loss: 16 and 32 bits, and their gradient."""
+    gathered_logits: bool = False
+    """Every tensor-parallel rank has the logits of the whole vocabulary."""
+    buffer_bytes: float = 0.0
+    """The program's own buffers."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,10 @@ class Training:
     sequence_parallel: bool = True
     sharding: Literal["none", "optimizer", "full"] = "optimizer"
     adapters: bool = False
+    recomputed: float = 1.0
+    """With full recomputation, the share of layers that it is used for."""
+    light_recompute: bool = False
+    """What norms and activations return is computed again and not kept."""
     software: Software = Software()
 
     @property

@@ -29,6 +29,7 @@ from megarl.layout import (
     Shares,
     Software,
     Training,
+    fits,
     gated_mlp,
     grouped_attention,
     latent_attention,
@@ -59,11 +60,11 @@ PRECISIONS: dict[str, Precision] = {
 }
 EARLY = Software(tensor_overlap=False, data_overlap=False, gradient_bytes=2)
 PROGRAMS = {
-    "AA-Scaling": replace(EARLY, fused_norm=False, fused_mlp=False),
-    "Megatron-DeepSpeed": EARLY,
+    "AA-Scaling": replace(EARLY, fused_norm=False, fused_mlp=False, gathered_logits=True, logit_bytes=14.0),
+    "Megatron-DeepSpeed": replace(EARLY, partition_bytes=16.0, buffer_bytes=6e9),
     "Megatron-LM 2022": EARLY,
     "Megatron-LM": Software(tensor_overlap=False, data_overlap=False),
-    "llm-foundry": Software(kernel="flash1", fused_mlp=False, gradient_bytes=2),
+    "llm-foundry": Software(kernel="flash1", fused_mlp=False, gradient_bytes=2, logit_bytes=4.0),
     "torchtitan": Software(kernel="flash2", tensor_overlap=False),
 }
 """By how a framework's name begins; all others are current Megatron-core."""
@@ -161,8 +162,15 @@ def _training(row: Row) -> Training:
         adapters=row["kind"] == "lora",
         software=software,
     )
-    _ = training.data  # raises where the GPUs cannot be divided
-    return training
+    return training if row["recompute"] else _least_recompute(training, machine(row, Shares()))
+
+
+def _least_recompute(training: Training, machine: Machine) -> Training:
+    """What is kept of activations is not stated: all, or as much as fits."""
+    full = replace(training, layout=training.layout.model_copy(update={"recompute": "full"}))
+    light = replace(training, light_recompute=True)
+    tenths = (replace(full, light_recompute=True, recomputed=tenth / 10) for tenth in range(1, 11))
+    return next((one for one in (training, light, *tenths) if fits(one, machine)), full)
 
 
 def _program(row: Row) -> Software:
@@ -246,6 +254,8 @@ def _make(
         if latent
         else grouped_attention(hidden, heads, kv_heads or heads, head_dim, qkv_bias=plain, output_bias=plain)
     )
+    if name.startswith(("gpt-", "gpt3", "mpt", "bloom")) and not experts:
+        attention = replace(attention, rotary=False)
     order: list[int] = [0] * layers
     if plain:
         mlp: Mlp | Mixture = Mlp(Linear(hidden, ffn, "outputs", True), Linear(ffn, hidden, "inputs", True), gated=False)
