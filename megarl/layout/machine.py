@@ -39,6 +39,8 @@ class Shares:
     """Of one collective beyond its bytes."""
     layer_s: float = 300e-6
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
+    expert_layer_s: float = 2e-3
+    """The same of a layer with experts."""
     overlap: float = 0.6
     """Of a collective that runs beside computation, what it does not add to it."""
     kernel_s: float = 4e-6

@@ -84,6 +84,8 @@ class Mlp:
     up: Linear
     down: Linear
     gated: bool = True
+    fusable: bool = True
+    """There is a kernel for its activation; else it is computed operation by operation."""
 
     @property
     def width(self) -> int:
@@ -195,7 +197,9 @@ def decoder(shape: ModelShape) -> Decoder:
 
 
 def gated_mlp(hidden: int, width: int, bias: bool = False) -> Mlp:
-    return Mlp(Linear(hidden, 2 * width, "outputs", bias), Linear(width, hidden, "inputs", bias))
+    """With biases, gpt-oss's: its clamped activation is not fused."""
+    up, down = Linear(hidden, 2 * width, "outputs", bias), Linear(width, hidden, "inputs", bias)
+    return Mlp(up, down, fusable=not bias)
 
 
 def grouped_attention(

@@ -63,15 +63,17 @@ def step_time(training: Training, machine: Machine) -> Step:
     parts = stages(decoder, layout.pipeline, layout.interleave)
     works: list[tuple[Cost, float]] = []
     for stage in parts:
-        work, layers = Cost(), sum(stage.layers)
-        for count, cost in zip(stage.layers, each, strict=True):
+        work, launches = Cost(), 0.0
+        for count, cost, kind in zip(stage.layers, each, decoder.kinds, strict=True):
             work = work + cost * count
+            experts = isinstance(kind.mlp, Mixture)
+            launches += count * (machine.shares.expert_layer_s if experts else machine.shares.layer_s)
         if stage.last:
             work = work + _output(training, machine)
         if stage.first:
             work = work + _embedding(training, machine)
         passes = 3 if layout.recompute == "full" else 2
-        host = 0.0 if software.graphs else passes * machine.shares.layer_s * layers
+        host = 0.0 if software.graphs else passes * launches
         works.append((work, max(work.seconds, host)))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
@@ -214,6 +216,8 @@ def _dense(training: Training, machine: Machine, mlp: Mlp) -> tuple[Cost, Cost]:
 
 def _activation(training: Training, mlp: Mlp) -> float:
     """Bytes for each token to read what the first layer makes, and write what the second takes."""
+    if not mlp.fusable:
+        return 60.0 * mlp.width
     if training.software.fused_mlp:
         return (6.0 if mlp.gated else 4.0) * mlp.width
     return (10.0 if mlp.gated else 8.0) * mlp.width

@@ -60,10 +60,12 @@ PRECISIONS: dict[str, Precision] = {
 }
 EARLY = Software(tensor_overlap=False, data_overlap=False, gradient_bytes=2)
 PROGRAMS = {
-    "AA-Scaling": replace(EARLY, fused_norm=False, fused_mlp=False, gathered_logits=True, logit_bytes=14.0),
+    "AA-Scaling": replace(EARLY, fused_norm=False, fused_mlp=False, gathered_logits=True, logit_bytes=18.0),
     "Megatron-DeepSpeed": replace(EARLY, partition_bytes=16.0, buffer_bytes=6e9),
     "Megatron-LM 2022": EARLY,
     "Megatron-LM": Software(tensor_overlap=False, data_overlap=False),
+    "Megatron-Bridge": Software(gradient_bytes=2),
+    "NeMo": Software(gradient_bytes=2),
     "llm-foundry": Software(kernel="flash1", fused_mlp=False, gradient_bytes=2, logit_bytes=4.0),
     "torchtitan": Software(kernel="flash2", tensor_overlap=False),
 }
@@ -147,10 +149,12 @@ def _training(row: Row) -> Training:
         expert_tensor=int(row["etp"] or 1),
         recompute=row["recompute"] or "none",  # type: ignore[arg-type]
     )
-    software = _program(row)
+    software, decoder = _program(row), _decoder(row)
+    if any(isinstance(kind.mixer, Scan) for kind in decoder.kinds):  # not captured in graphs
+        software = replace(software, graphs=False, expert_overlap=False)
     sharded = row["framework"].startswith(("llm-foundry", "torchtitan")) or "FSDP" in row["framework"] + row["note"]
     training = Training(
-        _decoder(row),
+        decoder,
         layout,
         int(row["n_gpus"]),
         int(row["seq"]),
@@ -162,6 +166,8 @@ def _training(row: Row) -> Training:
         adapters=row["kind"] == "lora",
         software=software,
     )
+    if row["recompute"] == "selective" and row["framework"].startswith("MCore"):
+        training = replace(training, light_recompute=True)  # their pages: norms and activations
     return training if row["recompute"] else _least_recompute(training, machine(row, Shares()))
 
 
@@ -264,7 +270,7 @@ def _make(
         kinds = [Layer(attention, gated_mlp(hidden, ffn), 2 * hidden)]
     else:
         shared = gated_mlp(hidden, ffn) if latent else None
-        mlp = Mixture(gated_mlp(hidden, ffn), experts, topk or 1, Linear(hidden, experts, "none"), shared)
+        mlp = Mixture(gated_mlp(hidden, ffn, bias=name.startswith("gpt-oss")), experts, topk or 1, Linear(hidden, experts, "none"), shared)
         kinds = [Layer(attention, mlp, 2 * hidden)]
         if latent:
             layers += latent[3]
