@@ -12,42 +12,43 @@ from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
 
+_GEMM = {"A100": 0.83, "H100": 0.7, "B200": 0.6, "B300": 0.77}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.66}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.6, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.37, "cudnn": 0.8}
+
+
 @dataclass(frozen=True)
 class Shares:
     """What is reached of the peaks, and what each operation costs beyond it."""
 
-    gemm: Mapping[str, float] = field(
-        default_factory=lambda: {"A100": 0.8, "H100": 0.72, "B200": 0.72, "B300": 0.72}
-    )
+    gemm: Mapping[str, float] = field(default_factory=lambda: dict(_GEMM))
     """16-bit matrix products that are not bound by memory, by GPU generation."""
-    low_precision: Mapping[Precision, float] = field(
-        default_factory=lambda: {"fp32": 0.07, "bf16": 1.0, "fp8": 0.8, "mxfp8": 0.75, "fp4": 0.6}
-    )
-    """Of `gemm`, on the peak of each precision."""
-    attention: Mapping[Kernel, float] = field(
-        default_factory=lambda: {"flash1": 0.45, "flash2": 0.6, "cudnn": 0.55, "fused_softmax": 0.6, "unfused": 0.6}
-    )
-    """Of the 16-bit peak, in the products of attention's forward pass; of the backward pass 0.8 times."""
-    memory: float = 0.8
-    scan: float = 0.1
+    low_precision: Mapping[Precision, float] = field(default_factory=lambda: dict(_LOW_PRECISION))
+    """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
+    attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
+    """Of the 16-bit peak, in the products of attention's forward pass."""
+    depth: float = 240.0
+    """A matrix product takes as long to begin and to end as for so many more inputs."""
+    scan: float = 0.02
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    link: float = 0.7
-    exchange: float = 0.6
+    memory: float = 0.71
+    link: float = 0.4
+    exchange: float = 0.9
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.7
-    collective_s: float = 20e-6
+    network: float = 0.95
+    collective_s: float = 8e-05
     """Of one collective beyond its bytes."""
-    layer_s: float = 300e-6
-    """The host's work for the forward pass of a layer; the backward pass takes as long."""
-    expert_layer_s: float = 2e-3
-    """The same of a layer with experts."""
-    overlap: float = 0.6
-    """Of a collective that runs beside computation, what it does not add to it."""
-    kernel_s: float = 4e-6
+    kernel_s: float = 1.2e-05
     """Of a kernel's start and end, in which the GPU does nothing else."""
-    routing_s: float = 1e-3
+    layer_s: float = 0.0003
+    """The host's work for the forward pass of a layer; the backward pass takes as long."""
+    expert_layer_s: float = 0.002
+    """The same of a layer with experts."""
+    routing_s: float = 0.0015
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    step_s: float = 0.05
+    overlap: float = 0.83
+    """Of a collective that runs beside computation, what it does not add to it."""
+    step_s: float = 0.034
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 
@@ -59,17 +60,21 @@ class Machine:
     generation: str = "H100"
     shares: Shares = field(default_factory=Shares)
 
-    def gemm_s(self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1) -> float:
+    def gemm_s(
+        self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1
+    ) -> float:
         """Seconds of `count` products of rows x inputs and inputs x outputs."""
         low = {"fp32": 4.0, "bf16": 2.0}.get(precision, 1.0)
         flops = 2.0 * rows * inputs * outputs * count
         moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
-        return flops / self.flops(precision) + self.memory_s(moved)
+        return flops * (1 + self.shares.depth / inputs) / self.flops(precision) + self.memory_s(moved)
 
     def flops(self, precision: Precision) -> float:
         """FLOPs a second of a large product."""
         full = self.gpu.flops_16
-        peak = {"fp32": full, "bf16": full, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(precision, self.gpu.flops_8)
+        peak = {"fp32": full, "bf16": full, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(
+            precision, self.gpu.flops_8
+        )
         return peak * self.shares.gemm[self.generation] * self.shares.low_precision[precision]
 
     def memory_s(self, moved: float) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -119,7 +119,9 @@ def read_runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
 def machine(row: Row, shares: Shares) -> Machine:
     """The GPUs and the network of a row."""
     name = row["gpu"]
-    generation = next(one for one in ("A100", "H100", "H200", "B200", "B300") if one in name.replace("GB", "B")).replace("H200", "H100")
+    generation = next(
+        one for one in ("A100", "H100", "H200", "B200", "B300") if one in name.replace("GB", "B")
+    ).replace("H200", "H100")
     for known in ("A100-40GB", "GB300", "GB200", "B300", "B200", "H200", "H100", "A100"):
         if name.startswith(known):
             gpu = GPUS[known]
@@ -201,8 +203,7 @@ def _decoder(row: Row) -> Decoder:
         if name.startswith(known):
             return make
     sizes = tuple(int(row[field]) if row[field] else None for field in _SIZES)
-    layers, hidden, *_ = sizes
-    if hidden is None:
+    if sizes[1] is None:
         raise ValueError("the model's sizes are not given")
     return _described(name, float(row["params_b"] or 0), sizes)
 
@@ -217,7 +218,7 @@ _WINDOWED = {"gpt-oss": 128}
 _VOCAB = 50_257
 
 
-@lru_cache(maxsize=None)
+@cache
 def _described(name: str, billions: float, sizes: tuple[int | None, ...]) -> Decoder:
     """The decoder of these sizes; of those that the row leaves open, the ones nearest to its parameters."""
     layers, hidden, ffn, heads, kv_heads, vocab, experts, topk = sizes
@@ -231,8 +232,20 @@ def _described(name: str, billions: float, sizes: tuple[int | None, ...]) -> Dec
     best = None
     for count, head_dim in product(depth, head_dims):
         assert count is not None
-        candidate = _make(name, count, hidden, ffn or 4 * hidden, head_counts[0], kv_heads, head_dim, vocab,
-                          experts, topk, plain, latent)
+        candidate = _make(
+            name,
+            count,
+            hidden,
+            ffn or 4 * hidden,
+            head_counts[0],
+            kv_heads,
+            head_dim,
+            vocab,
+            experts,
+            topk,
+            plain,
+            latent,
+        )
         error = abs(candidate.parameters / 1e9 - billions)
         if best is None or error < best[0]:
             best = (error, candidate)
@@ -270,7 +283,13 @@ def _make(
         kinds = [Layer(attention, gated_mlp(hidden, ffn), 2 * hidden)]
     else:
         shared = gated_mlp(hidden, ffn) if latent else None
-        mlp = Mixture(gated_mlp(hidden, ffn, bias=name.startswith("gpt-oss")), experts, topk or 1, Linear(hidden, experts, "none"), shared)
+        mlp = Mixture(
+            gated_mlp(hidden, ffn, bias=name.startswith("gpt-oss")),
+            experts,
+            topk or 1,
+            Linear(hidden, experts, "none"),
+            shared,
+        )
         kinds = [Layer(attention, mlp, 2 * hidden)]
         if latent:
             layers += latent[3]
@@ -287,6 +306,7 @@ def _make(
         tuple(order),
         tied=name.startswith(("gpt-1", "gpt-2", "gpt-5", "gpt3", "mpt", "bloom")) and not name.startswith("gpt-oss"),
         final_norm=hidden * (2 if plain else 1),
+        dropout=name.startswith(("gpt-1", "gpt-2", "gpt-5", "bloom")),
     )
 
 
