@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-
-_GEMM = {"A100": 0.83, "H100": 0.7, "B200": 0.6, "B300": 0.77}
-_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.66}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.6, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.37, "cudnn": 0.8}
+_GEMM = {"A100": 0.82, "H100": 0.7, "B200": 0.6, "B300": 0.75}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.76, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.33, "cudnn": 0.8}
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Shares:
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
     """Of the 16-bit peak, in the products of attention's forward pass."""
-    depth: float = 240.0
+    depth: float = 150.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
     scan: float = 0.02
     """Of the 16-bit peak, in a Mamba-2 scan."""
@@ -44,11 +43,11 @@ class Shares:
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
     expert_layer_s: float = 0.002
     """The same of a layer with experts."""
-    routing_s: float = 0.0015
+    routing_s: float = 0.0016
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.83
+    overlap: float = 0.73
     """Of a collective that runs beside computation, what it does not add to it."""
-    step_s: float = 0.034
+    step_s: float = 0.067
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 

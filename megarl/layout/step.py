@@ -312,8 +312,7 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
         scatter = machine.collective_s(float(software.gradient_bytes) * count, ranks, stride)
         gather = machine.collective_s(2.0 * count, ranks, stride)
         if training.sharding == "full":
-            passes = 2 if layout.recompute != "full" else 2
-            seconds += training.micro_batches * (passes * gather + scatter)
+            seconds += training.micro_batches * (2 * gather + scatter)
         else:
             seconds += scatter + (gather if training.sharding == "optimizer" else scatter)
     if training.sharding == "full":

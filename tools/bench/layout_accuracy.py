@@ -136,15 +136,21 @@ def memory_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     return {"oom_found": share["oom"], "ok_refused": share["ok"]}
 
 
+def series(run: Run) -> str:
+    """The model; BigScience's are variants of one, which are left out together."""
+    name, program = run.training.decoder.name, run.row["framework"]
+    return program if program.startswith("Megatron-DeepSpeed") else name
+
+
 def left_out_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     models: dict[str, list[Run]] = defaultdict(list)
     for run in timed(runs):
         if run.model_parallel:
-            models[run.training.decoder.name].append(run)
+            models[series(run)].append(run)
     errors: list[float] = []
     print("step time of each model, from shares fitted to the others: rows, median error, 90th percentile")
     for name, members in sorted(models.items()):
-        others = fit([run for run in runs if run.training.decoder.name != name], shares, rounds=2)
+        others = fit([run for run in runs if series(run) != name], shares, rounds=2)
         mine = [error(run, others) for run in members]
         errors += mine
         median, most = summary(mine)

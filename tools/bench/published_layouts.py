@@ -66,6 +66,7 @@ PROGRAMS = {
     "Megatron-LM": Software(tensor_overlap=False, data_overlap=False),
     "Megatron-Bridge": Software(gradient_bytes=2),
     "NeMo": Software(gradient_bytes=2),
+    "NeMo AutoModel": Software(gradient_bytes=2, tensor_overlap=False),
     "llm-foundry": Software(kernel="flash1", fused_mlp=False, gradient_bytes=2, logit_bytes=4.0),
     "torchtitan": Software(kernel="flash2", tensor_overlap=False),
 }
@@ -142,11 +143,14 @@ def _training(row: Row) -> Training:
         if not row[name]:
             raise ValueError(f"{name} is not given")
     tensor = int(row["tp"])
+    context = int(row["cp"] or 1)
+    if not row["cp"] and row["dp"]:  # what the printed data-parallel size leaves
+        context = max(1, int(row["n_gpus"]) // (tensor * int(row["pp"]) * int(row["dp"])))
     layout = Layout(
         tensor=tensor,
         pipeline=int(row["pp"]),
         interleave=int(row["vpp"] or 1) if int(row["pp"]) > 1 else 1,
-        context=int(row["cp"] or 1),
+        context=context,
         expert=int(row["ep"] or 1),
         expert_tensor=int(row["etp"] or 1),
         recompute=row["recompute"] or "none",  # type: ignore[arg-type]
@@ -188,12 +192,14 @@ def _program(row: Row) -> Software:
         software = replace(software, kernel=KERNELS[row["attn_kernel"]])
     if row["attn_kernel"].endswith("+rms"):
         software = replace(software, fused_norm=True)
+    if "async" in row["note"].lower():
+        software = replace(software, tensor_overlap=True)
     if "alltoall" in row["note"] or "A2A" in row["note"]:
         software = replace(software, send_once="DeepEP" in row["note"])
     if "A2A overlap" in row["note"]:
         software = replace(software, expert_overlap=True)
     if (release := re.search(r"\((\d\d\.\d\d)[.\d]*\)$", row["source"])) and float(release[1]) >= GRAPHS_SINCE:
-        software = replace(software, graphs=True, expert_overlap=True)
+        software = replace(software, graphs=True, expert_overlap=int(row["vpp"] or 1) > 1 or row["pp"] == "1")
     return software
 
 
