@@ -74,7 +74,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     activations = chunks * sum(n * one for n, one in zip(stage.layers, each, strict=True))
     working = 2.0 * _hidden(training) * 4
     if again:
-        working += max(one for one, n in zip(kept, stage.layers, strict=True) if n)
+        working += max((one for one, n in zip(kept, stage.layers, strict=True) if n), default=0.0)
     if stage.first:
         activations += chunks * _hidden(training)
     if stage.last:

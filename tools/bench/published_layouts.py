@@ -12,11 +12,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 from megarl.config import LatentAttention, Layout
 from megarl.layout import (
-    Attention,
     Decoder,
     Kernel,
     Layer,
@@ -118,24 +116,31 @@ def read_runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
 
 
 def machine(row: Row, shares: Shares) -> Machine:
-    """The GPUs and the network of a row."""
+    """The GPUs and the network of a row. Raises ValueError: unknown ones."""
     name = row["gpu"]
-    generation = next(
-        one for one in ("A100", "H100", "H200", "B200", "B300") if one in name.replace("GB", "B")
-    ).replace("H200", "H100")
-    for known in ("A100-40GB", "GB300", "GB200", "B300", "B200", "H200", "H100", "A100"):
-        if name.startswith(known):
-            gpu = GPUS[known]
-            break
-    else:
-        raise ValueError(f"unknown GPU {name}")
+    known = next((one for one in sorted(_GENERATIONS, key=len, reverse=True) if name.startswith(one)), None)
+    if known is None:
+        raise ValueError(f"GPU {name} is not known")
+    gpu = GPUS[known]
     if row["framework"].startswith("Megatron-DeepSpeed"):
         gpu = replace(gpu, network=JEAN_ZAY_NETWORK)
-    if "500W" in name or "HBM2e" in name:
-        gpu = replace(
-            gpu, memory=94e9, flops_16=gpu.flops_16 * POWER_CAPPED, flops_8=gpu.flops_8 * POWER_CAPPED, bandwidth=2.4e12
-        )
-    return Machine(gpu, generation, shares)
+    if "HBM2e" in name:
+        slower = {"flops_16": gpu.flops_16 * POWER_CAPPED, "flops_8": gpu.flops_8 * POWER_CAPPED}
+        gpu = replace(gpu, memory=94e9, bandwidth=2.4e12, **slower)
+    return Machine(gpu, _GENERATIONS[known], shares)
+
+
+_GENERATIONS = {
+    "A100": "A100",
+    "A100-40GB": "A100",
+    "H100": "H100",
+    "H200": "H100",
+    "H800": "H100",
+    "B200": "B200",
+    "GB200": "B200",
+    "B300": "B300",
+    "GB300": "B300",
+}
 
 
 def _training(row: Row) -> Training:
@@ -172,9 +177,10 @@ def _training(row: Row) -> Training:
         adapters=row["kind"] == "lora",
         software=software,
     )
+    place, _ = machine(row, Shares()), training.data  # both raise where it cannot be
     if row["recompute"] == "selective" and row["framework"].startswith("MCore"):
         training = replace(training, light_recompute=True)  # their pages: norms and activations
-    return training if row["recompute"] else _least_recompute(training, machine(row, Shares()))
+    return training if row["recompute"] else _least_recompute(training, place)
 
 
 def _least_recompute(training: Training, machine: Machine) -> Training:
@@ -204,115 +210,125 @@ def _program(row: Row) -> Software:
 
 
 def _decoder(row: Row) -> Decoder:
+    """The model; of the sizes that a row leaves open, those with which it has most nearly its parameters."""
     name = row["model"]
-    for known, make in _HYBRIDS.items():
+    for known, decoder in _HYBRIDS.items():
         if name.startswith(known):
-            return make
-    sizes = tuple(int(row[field]) if row[field] else None for field in _SIZES)
-    if sizes[1] is None:
+            return decoder
+    if not row["hidden"]:
         raise ValueError("the model's sizes are not given")
-    return _described(name, float(row["params_b"] or 0), sizes)
+    hidden = int(row["hidden"])
+    heads = int(row["heads"] or hidden // 128)
+    experts = int(row["experts"] or 0)
+    depths = [int(row["layers"])] if row["layers"] else range(1, 200)
+    head_dims = [hidden // heads, 128, 64] if experts else [hidden // heads]
+    candidates = [
+        _described(
+            name,
+            _Sizes(
+                layers,
+                hidden,
+                int(row["ffn"] or 4 * hidden),
+                heads,
+                int(row["kv_heads"] or heads),
+                head_dim,
+                int(row["vocab"] or _VOCAB),
+                experts,
+                int(row["topk"] or 1),
+            ),
+        )
+        for layers, head_dim in product(depths, head_dims)
+    ]
+    billions = float(row["params_b"] or 0)
+    return min(candidates, key=lambda decoder: abs(decoder.parameters / 1e9 - billions))
 
 
-_SIZES = ("layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "experts", "topk")
-_LATENT = {
-    "deepseek-v3": (LatentAttention(1536, 512, 128, 64, 128), 3, 18432, 1),
-    "kimi-k2": (LatentAttention(1536, 512, 128, 64, 128), 1, 18432, 0),
-}
-"""Latent attention, leading dense layers, their width, and multi-token-prediction layers that are trained."""
+_VOCAB = 50_304
+"""GPT-2's, padded; where a row gives none."""
+_UNGATED = ("gpt-", "gpt3", "mpt", "bloom", "nemotron-")
+"""Decoders like GPT-2: biases and MLPs that are not gated."""
+_TIED = ("gpt-1", "gpt-2", "gpt-5", "gpt3", "mpt", "bloom")
+_UNROTATED = _TIED
+_DROPOUT = ("gpt-1", "gpt-2", "gpt-5", "bloom")
 _WINDOWED = {"gpt-oss": 128}
-_VOCAB = 50_257
+
+
+@dataclass(frozen=True)
+class _Latent:
+    """What rows do not give of models with latent attention: their first layers are dense and of another width.
+
+    `predicted`: multi-token-prediction layers that are trained.
+    """
+
+    attention: LatentAttention
+    dense: int
+    width: int
+    shared: int = 1
+    predicted: int = 0
+
+
+_LATENT = {
+    "deepseek-v3": _Latent(LatentAttention(1536, 512, 128, 64, 128), dense=3, width=18_432, predicted=1),
+    "kimi-k2": _Latent(LatentAttention(1536, 512, 128, 64, 128), dense=1, width=18_432),
+    "deepseek-v2": _Latent(LatentAttention(1536, 512, 128, 64, 128), dense=1, width=12_288, shared=2),
+    "deepseek-v2-lite": _Latent(LatentAttention(None, 512, 128, 64, 128), dense=1, width=10_944, shared=2),
+    "moonlight": _Latent(LatentAttention(None, 512, 128, 64, 128), dense=1, width=11_264, shared=2),
+}
+"""Sizes from the models' published configurations."""
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    experts: int
+    topk: int
 
 
 @cache
-def _described(name: str, billions: float, sizes: tuple[int | None, ...]) -> Decoder:
-    """The decoder of these sizes; of those that the row leaves open, the ones nearest to its parameters."""
-    layers, hidden, ffn, heads, kv_heads, vocab, experts, topk = sizes
-    assert hidden is not None
-    vocab = vocab or -(-_VOCAB // 128) * 128
-    latent = next((known for start, known in _LATENT.items() if name.startswith(start)), None)
-    plain = name.startswith(("gpt-", "gpt3", "mpt", "bloom", "nemotron")) and not name.startswith("gpt-oss")
-    head_counts = [heads] if heads else [hidden // 128]
-    head_dims = [hidden // head_counts[0]] if plain or not experts else [hidden // head_counts[0], 128, 64]
-    depth = [layers] if layers else range(1, 200)
-    best = None
-    for count, head_dim in product(depth, head_dims):
-        assert count is not None
-        candidate = _make(
-            name,
-            count,
-            hidden,
-            ffn or 4 * hidden,
-            head_counts[0],
-            kv_heads,
-            head_dim,
-            vocab,
-            experts,
-            topk,
-            plain,
-            latent,
-        )
-        error = abs(candidate.parameters / 1e9 - billions)
-        if best is None or error < best[0]:
-            best = (error, candidate)
-    assert best is not None
-    return best[1]
-
-
-def _make(
-    name: str,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    kv_heads: int | None,
-    head_dim: int,
-    vocab: int,
-    experts: int | None,
-    topk: int | None,
-    plain: bool,
-    latent: Any,
-) -> Decoder:
-    windows = [window for start, window in _WINDOWED.items() if name.startswith(start)]
-    attention: Attention = (
-        latent_attention(hidden, heads, latent[0])
+def _described(name: str, sizes: _Sizes) -> Decoder:
+    """A decoder of the kind that its name tells."""
+    hidden = sizes.hidden
+    latent = next((_LATENT[start] for start in sorted(_LATENT, reverse=True) if name.startswith(start)), None)
+    window = next((size for start, size in _WINDOWED.items() if name.startswith(start)), None)
+    ungated = name.startswith(_UNGATED) and not sizes.experts
+    attention = (
+        latent_attention(hidden, sizes.heads, latent.attention)
         if latent
-        else grouped_attention(hidden, heads, kv_heads or heads, head_dim, qkv_bias=plain, output_bias=plain)
-    )
-    if name.startswith(("gpt-", "gpt3", "mpt", "bloom")) and not experts:
-        attention = replace(attention, rotary=False)
-    order: list[int] = [0] * layers
-    if plain:
-        mlp: Mlp | Mixture = Mlp(Linear(hidden, ffn, "outputs", True), Linear(ffn, hidden, "inputs", True), gated=False)
-        kinds = [Layer(attention, mlp, 4 * hidden)]
-    elif not experts:
-        kinds = [Layer(attention, gated_mlp(hidden, ffn), 2 * hidden)]
-    else:
-        shared = gated_mlp(hidden, ffn) if latent else None
-        mlp = Mixture(
-            gated_mlp(hidden, ffn, bias=name.startswith("gpt-oss")),
-            experts,
-            topk or 1,
-            Linear(hidden, experts, "none"),
-            shared,
+        else grouped_attention(
+            hidden, sizes.heads, sizes.kv_heads, sizes.head_dim, qkv_bias=ungated, output_bias=ungated
         )
-        kinds = [Layer(attention, mlp, 2 * hidden)]
-        if latent:
-            layers += latent[3]
-            kinds.append(Layer(attention, gated_mlp(hidden, latent[2]), 2 * hidden))
-            order = [1] * latent[1] + [0] * (layers - latent[1])
-    if windows:
-        kinds.append(replace(kinds[0], mixer=replace(attention, window=windows[0])))
-        order = [layer % 2 for layer in range(layers)]
+    )
+    attention = replace(attention, rotary=not name.startswith(_UNROTATED))
+    mlp: Mlp | Mixture = gated_mlp(hidden, sizes.ffn, bias=window is not None)
+    if ungated:
+        up, down = Linear(hidden, sizes.ffn, "outputs", True), Linear(sizes.ffn, hidden, "inputs", True)
+        mlp = Mlp(up, down, gated=False)
+    elif sizes.experts:
+        shared = gated_mlp(hidden, latent.shared * sizes.ffn) if latent else None
+        mlp = Mixture(mlp, sizes.experts, sizes.topk, Linear(hidden, sizes.experts, "none"), shared)
+    kinds = [Layer(attention, mlp, (4 if ungated else 2) * hidden)]
+    order = [0] * sizes.layers
+    if latent:
+        kinds.append(Layer(attention, gated_mlp(hidden, latent.width), 2 * hidden))
+        order = [1] * latent.dense + [0] * (sizes.layers + latent.predicted - latent.dense)
+    if window:
+        kinds.append(replace(kinds[0], mixer=replace(attention, window=window)))
+        order = [layer % 2 for layer in range(sizes.layers)]
     return Decoder(
         name,
         hidden,
-        vocab,
+        sizes.vocab,
         tuple(kinds),
         tuple(order),
-        tied=name.startswith(("gpt-1", "gpt-2", "gpt-5", "gpt3", "mpt", "bloom")) and not name.startswith("gpt-oss"),
-        final_norm=hidden * (2 if plain else 1),
-        dropout=name.startswith(("gpt-1", "gpt-2", "gpt-5", "bloom")),
+        tied=name.startswith(_TIED),
+        final_norm=hidden * (2 if ungated else 1),
+        dropout=name.startswith(_DROPOUT),
     )
 
 
