@@ -7,7 +7,7 @@ sequence parallelism from Korthikanti et al. (arXiv 2205.05198), attention witho
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megarl.layout.machine import Machine
 from megarl.layout.model import Attention, Layer, Linear, Mixture, Mlp, Scan
@@ -32,10 +32,22 @@ class Cost:
     """Exchange of tokens between expert-parallel ranks."""
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
+        return Cost(
+            self.gemm + other.gemm,
+            self.attention + other.attention,
+            self.memory + other.memory,
+            self.tensor + other.tensor,
+            self.expert + other.expert,
+        )
 
     def __mul__(self, factor: float) -> Cost:
-        return Cost(*(getattr(self, one.name) * factor for one in fields(self)))
+        return Cost(
+            self.gemm * factor,
+            self.attention * factor,
+            self.memory * factor,
+            self.tensor * factor,
+            self.expert * factor,
+        )
 
     @property
     def seconds(self) -> float:

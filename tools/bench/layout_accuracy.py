@@ -150,7 +150,7 @@ def left_out_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     errors: list[float] = []
     print("step time of each model, from shares fitted to the others: rows, median error, 90th percentile")
     for name, members in sorted(models.items()):
-        others = fit([run for run in runs if series(run) != name], shares, rounds=2)
+        others = fit([run for run in runs if series(run) != name], shares, rounds=1)
         mine = [error(run, others) for run in members]
         errors += mine
         median, most = summary(mine)
