@@ -26,7 +26,7 @@ _MOST_NAMED = 64
 
 def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
-    problems = [*_layout(recipe, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
+    problems = [*layout_problems(recipe.layout, shape, world), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
         problems += [*_algorithm(recipe), *_groups(recipe), *_reward(recipe)]
     if not problems:
@@ -39,12 +39,12 @@ def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_
 
 def check_layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> None:
     """Raise RecipeError if a model of `shape` cannot be divided as the recipe says."""
-    if problems := _layout(recipe, shape, world):
+    if problems := layout_problems(recipe.layout, shape, world):
         raise RecipeError("\n".join(problems))
 
 
-def _layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> list[str]:
-    layout = recipe.layout
+def layout_problems(layout: Layout, shape: ModelShape, world: int) -> list[str]:
+    """Every reason why a model of `shape` cannot be divided so over `world` ranks, and what to change."""
     ranks = layout.model_ranks
     problems = []
     if world % ranks:

@@ -1,6 +1,6 @@
 """Parallel layouts: what each rank holds and how long a step takes, from the model's sizes, without a GPU."""
 
-from megarl.layout.machine import Machine, Shares
+from megarl.layout.machine import GENERATIONS, Machine, Shares
 from megarl.layout.memory import Memory, fits, layer_bytes, memory
 from megarl.layout.model import (
     Attention,
@@ -16,11 +16,15 @@ from megarl.layout.model import (
     latent_attention,
 )
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
+from megarl.layout.search import MEGARL, Choice, Request, Search, search
 from megarl.layout.step import Cost, Step, step_time
 from megarl.layout.training import Kernel, Precision, Software, Training
 
 __all__ = [
+    "GENERATIONS",
+    "MEGARL",
     "Attention",
+    "Choice",
     "Cost",
     "Decoder",
     "Held",
@@ -32,7 +36,9 @@ __all__ = [
     "Mixture",
     "Mlp",
     "Precision",
+    "Request",
     "Scan",
+    "Search",
     "Shares",
     "Software",
     "Stage",
@@ -47,6 +53,7 @@ __all__ = [
     "layer_bytes",
     "memory",
     "part_sizes",
+    "search",
     "stages",
     "step_time",
 ]

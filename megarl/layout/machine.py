@@ -16,6 +16,20 @@ _LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0,
 _ATTENTION: dict[Kernel, float] = {"unfused": 0.76, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.33, "cudnn": 0.8}
 
 
+GENERATIONS = {
+    "A100": "A100",
+    "A100-40GB": "A100",
+    "H100": "H100",
+    "H200": "H100",
+    "H800": "H100",
+    "B200": "B200",
+    "GB200": "B200",
+    "B300": "B300",
+    "GB300": "B300",
+}
+"""GPUs of `megarl.simulator` for which there are shares."""
+
+
 @dataclass(frozen=True)
 class Shares:
     """What is reached of the peaks, and what each operation costs beyond it."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megarl.config import LatentAttention, Layout
 from megarl.layout import (
+    GENERATIONS,
     Decoder,
     Kernel,
     Layer,
@@ -118,7 +119,7 @@ def read_runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
 def machine(row: Row, shares: Shares) -> Machine:
     """The GPUs and the network of a row. Raises ValueError: unknown ones."""
     name = row["gpu"]
-    known = next((one for one in sorted(_GENERATIONS, key=len, reverse=True) if name.startswith(one)), None)
+    known = next((one for one in sorted(GENERATIONS, key=len, reverse=True) if name.startswith(one)), None)
     if known is None:
         raise ValueError(f"GPU {name} is not known")
     gpu = GPUS[known]
@@ -127,20 +128,7 @@ def machine(row: Row, shares: Shares) -> Machine:
     if "HBM2e" in name:
         slower = {"flops_16": gpu.flops_16 * POWER_CAPPED, "flops_8": gpu.flops_8 * POWER_CAPPED}
         gpu = replace(gpu, memory=94e9, bandwidth=2.4e12, **slower)
-    return Machine(gpu, _GENERATIONS[known], shares)
-
-
-_GENERATIONS = {
-    "A100": "A100",
-    "A100-40GB": "A100",
-    "H100": "H100",
-    "H200": "H100",
-    "H800": "H100",
-    "B200": "B200",
-    "GB200": "B200",
-    "B300": "B300",
-    "GB300": "B300",
-}
+    return Machine(gpu, GENERATIONS[known], shares)
 
 
 def _training(row: Row) -> Training:
