@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.82, "H100": 0.7, "B200": 0.6, "B300": 0.75}
+_GEMM = {"A100": 0.82, "H100": 0.67, "B200": 0.6, "B300": 0.74}
+_LINK = {"A100": 0.4, "H100": 0.5, "B200": 0.52, "B300": 0.44}
 _LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.76, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.33, "cudnn": 0.8}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.74, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
 
 
 GENERATIONS = {
@@ -40,16 +41,17 @@ class Shares:
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
     """Of the 16-bit peak, in the products of attention's forward pass."""
-    depth: float = 150.0
+    depth: float = 100.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
-    scan: float = 0.02
+    scan: float = 0.023
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    memory: float = 0.71
-    link: float = 0.4
+    memory: float = 0.7
+    link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
+    """In collectives within a node, by GPU generation."""
     exchange: float = 0.9
     """Of the link, when tokens are sent to experts."""
     network: float = 0.95
-    collective_s: float = 8e-05
+    collective_s: float = 7.9e-05
     """Of one collective beyond its bytes."""
     kernel_s: float = 1.2e-05
     """Of a kernel's start and end, in which the GPU does nothing else."""
@@ -57,11 +59,11 @@ class Shares:
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
     expert_layer_s: float = 0.002
     """The same of a layer with experts."""
-    routing_s: float = 0.0016
+    routing_s: float = 0.0026
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.73
+    overlap: float = 0.67
     """Of a collective that runs beside computation, what it does not add to it."""
-    step_s: float = 0.067
+    step_s: float = 0.055
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 
@@ -103,7 +105,7 @@ class Machine:
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.gpu.linked // stride))
-        link, network = self.gpu.link * self.shares.link, self.gpu.network * self.shares.network
+        link, network = self.gpu.link * self.shares.link[self.generation], self.gpu.network * self.shares.network
         if near == ranks:
             return sent * (ranks - 1) / ranks / link + self.shares.collective_s
         far = ranks // near
@@ -129,7 +131,11 @@ class Machine:
 
     def send_s(self, sent: float, stride: int) -> float:
         """Seconds to send bytes to the rank `stride` further."""
-        share = self.gpu.link * self.shares.link if stride < self.gpu.linked else self.gpu.network * self.shares.network
+        share = (
+            self.gpu.link * self.shares.link[self.generation]
+            if stride < self.gpu.linked
+            else self.gpu.network * self.shares.network
+        )
         return sent / share + self.shares.collective_s
 
 

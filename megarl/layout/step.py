@@ -121,7 +121,7 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     forward, backward = forward + starts, backward + starts * 2
     total = forward + backward
     if training.light_recompute:
-        total = total + Cost(memory=forward.memory)
+        total = total + _norms(training, machine, layer)[0] + Cost(memory=_activation_s(training, machine, layer.mlp))
     if training.layout.recompute == "full":
         return total + forward * training.recomputed
     if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
@@ -231,8 +231,19 @@ def _mlp(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost
 
 def _dense(training: Training, machine: Machine, mlp: Mlp) -> tuple[Cost, Cost]:
     ahead, back = _linears(training, machine, (mlp.up, mlp.down), training.tokens)
-    act = machine.memory_s(_activation(training, mlp) * training.tokens / training.layout.tensor)
+    act = _activation_s(training, machine, mlp)
     return ahead + Cost(memory=act), back + Cost(memory=5 / 3 * act)
+
+
+def _activation_s(training: Training, machine: Machine, mlp: Mlp | Mixture | None) -> float:
+    """Seconds of the activation in a forward pass."""
+    if mlp is None:
+        return 0.0
+    shared = training.tokens / training.layout.tensor
+    if isinstance(mlp, Mixture):
+        routed = machine.memory_s(_activation(training, mlp.expert) * shared * mlp.active)
+        return routed + _activation_s(training, machine, mlp.shared)
+    return machine.memory_s(_activation(training, mlp) * shared)
 
 
 def _activation(training: Training, mlp: Mlp) -> float:

@@ -61,7 +61,7 @@ def test_each_precision_has_its_peak() -> None:
 
 
 def test_rings_within_and_between_nodes() -> None:
-    link, network = GPUS["H100"].link * PLAIN.link, GPUS["H100"].network * PLAIN.network
+    link, network = GPUS["H100"].link * PLAIN.link["H100"], GPUS["H100"].network * PLAIN.network
     sent = 1e9
     assert H100.collective_s(sent, 1, 1) == 0
     assert H100.collective_s(sent, 8, 1) == pytest.approx(sent * 7 / 8 / link)
@@ -69,7 +69,7 @@ def test_rings_within_and_between_nodes() -> None:
     assert H100.collective_s(sent, 4, 8) == pytest.approx(sent * 3 / 4 / network)
     assert H100.collective_s(sent, 32, 1) == pytest.approx(sent * 3 / 4 / 8 / network + sent * 7 / 8 / link)
     linked = Machine(GPUS["GB200"], "B200", PLAIN)
-    assert linked.collective_s(sent, 64, 1) == pytest.approx(sent * 63 / 64 / (GPUS["GB200"].link * PLAIN.link))
+    assert linked.collective_s(sent, 64, 1) == pytest.approx(sent * 63 / 64 / (GPUS["GB200"].link * PLAIN.link["B200"]))
 
 
 def test_tokens_go_once_to_each_place() -> None:
