@@ -21,6 +21,8 @@ CONTEXT_BYTES = 1.5e9
 """CUDA's context and kernels, outside of the allocator."""
 GROUP_BYTES = 0.25e9
 """Of NCCL's buffers, for each kind of group that a rank is in."""
+LOGIT_CHUNK_BYTES = 4 * 2.0**28
+"""Of a part of the logits, where they are computed so: 256 MiB, their gradient and what a cross entropy needs."""
 FRAGMENTED = 0.06
 """Of activations, whose sizes differ: room between them that nothing fits into."""
 
@@ -81,6 +83,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
         outputs = 1.0 if decoder.head else decoder.padded_vocab(layout.tensor)
         outputs /= 1 if software.gathered_logits else layout.tensor
         logits = software.logit_bytes * training.tokens * outputs
+        logits = min(logits, LOGIT_CHUNK_BYTES) if software.chunked_logits else logits
         working = max(working, logits + 2 * _hidden(training))
     if training.sharding == "full":  # two layers are gathered at a time, and one's gradient is whole
         largest = max(kind.parameters(layout.tensor) for kind in decoder.kinds)

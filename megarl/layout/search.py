@@ -19,8 +19,8 @@ from megarl.layout.model import Decoder, decoder
 from megarl.layout.step import Step, step_time
 from megarl.layout.training import Software, Training
 
-MEGARL = Software(kernel="flash2", fused_mlp=False, tensor_overlap=False, send_once=False)
-"""How megarl trains: Megatron's own modules, without TransformerEngine."""
+MEGARL = Software(kernel="flash2", fused_mlp=False, tensor_overlap=False, send_once=False, chunked_logits=True)
+"""How megarl trains: torch's attention, norms in one kernel, activations and rotary positions not, logits in parts."""
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -311,7 +311,8 @@ def _output(training: Training, machine: Machine) -> Cost:
         gathered = machine.collective_s(2.0 * training.tokens * outputs * tensor, tensor, 1)
         outputs *= tensor
     moved = machine.memory_s(24.0 * training.tokens * outputs)
-    return Cost(gemm=3 * gemm, memory=moved, tensor=gathered) + (around[0] + around[1]) * 0.5
+    passes = 4 if training.software.chunked_logits else 3
+    return Cost(gemm=passes * gemm, memory=moved, tensor=gathered) + (around[0] + around[1]) * 0.5
 
 
 def _embedding(training: Training, machine: Machine) -> Cost:

@@ -42,6 +42,8 @@ class Software:
     """Of the optimizer's state for each parameter: master weights and two moments in 32 bits, maybe a gradient."""
     logit_bytes: float = 8.0
     """For each logit at the peak of the loss: 16 and 32 bits, and their gradient."""
+    chunked_logits: bool = False
+    """Logits are computed a part at a time, and again in the backward pass."""
     gathered_logits: bool = False
     """Every tensor-parallel rank has the logits of the whole vocabulary."""
     buffer_bytes: float = 0.0

@@ -124,6 +124,13 @@ def test_adapters_need_neither_gradients_nor_an_optimizer() -> None:
     assert found.gradients == found.optimizer == 0 < found.weights
 
 
+def test_logits_in_parts_have_a_bound() -> None:
+    one = training(replace(gpt(), vocab=2**20), gpus=1)
+    parts = replace(one, software=replace(GPT2, chunked_logits=True))
+    assert memory(one)[0].working > GPT2.logit_bytes * 2**20 * BATCH * SEQUENCE
+    assert memory(parts)[0].working < 2**30 + 2**22
+
+
 def test_experts_are_kept_and_shared_by_their_own_ranks() -> None:
     mixture = Mixture(gated_mlp(HIDDEN, 256), 16, 2, Linear(HIDDEN, 16, "none"))
     layer = Layer(grouped_attention(HIDDEN, HEADS, HEADS, 64), mixture, 2 * HIDDEN)
