@@ -30,6 +30,18 @@ def test_errors_are_within_what_the_tuner_promises() -> None:
     assert found["ok_refused"] <= 0.05
 
 
+@pytest.mark.parametrize("status", ["ok", "oom", ""])
+def test_another_table_may_have_rows_of_one_kind_or_none(status: str, tmp_path: Path) -> None:
+    lines = TABLE.read_text().splitlines(keepends=True)
+    file = tmp_path / "other.csv"
+    file.write_text("".join([lines[0], *(line for line in lines[1:200] if status and f",{status}," in line)]))
+    command = [sys.executable, str(ROOT / "tools/bench/layout_accuracy.py"), str(file)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    found = dict(part.split("=") for part in printed.splitlines()[-1].split())
+    assert (found["time_median"] == "nan") == (status != "ok")
+    assert (found["oom_found"] == "nan") == (status != "oom")
+
+
 def test_sizes_that_a_row_leaves_open_follow_from_its_parameters() -> None:
     for run in runs():
         billions = float(run.row["params_b"])

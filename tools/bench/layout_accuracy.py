@@ -68,6 +68,8 @@ def error(run: Run, shares: Shares) -> float:
 
 def summary(errors: Sequence[float]) -> tuple[float, float]:
     """Median and 90th percentile of their sizes."""
+    if not errors:
+        return math.nan, math.nan
     sizes = np.abs(errors)
     return float(np.median(sizes)), float(np.percentile(sizes, 90))
 
@@ -121,14 +123,13 @@ def spearman(left: Sequence[float], right: Sequence[float]) -> float:
 
 def memory_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     """Shares of rows that ran out of memory and are predicted so, and of those that ran and would be refused."""
-    found: dict[str, list[bool]] = defaultdict(list)
+    found: dict[str, list[bool]] = {"ok": [], "oom": []}
     refused: Counter[str] = Counter()
     for run in runs:
         if run.row["quality"] in ("A", "B"):
             too_much = not fits(run.training, machine(run.row, shares))
             found[run.row["status"]].append(too_much)
             refused[run.row["framework"]] += too_much and run.row["status"] == "ok"
-    found.setdefault("oom", [])
     share = {status: sum(flags) / len(flags) if flags else math.nan for status, flags in found.items()}
     print(f"memory: {share['oom']:.1%} of {len(found['oom'])} rows that ran out of it are predicted so;")
     by_program = ", ".join(f"{count} of {name}" for name, count in refused.items() if count) or "none"
