@@ -9,7 +9,8 @@ those whose tensor, pipeline, context or expert size is above 1. A grid is one m
 one batch and precision, in one source, measured in at least 8 layouts; its rank correlation is Spearman's. Rows that
 cannot be asked, for want of sizes or of a layout, are counted and named.
 
---leave-one-out predicts each model-parallel model with shares that were fitted to all other models.
+--leave-one-out predicts each model-parallel model with shares that were fitted to all other models. These fits start
+from the shares in use and go one round, so that they do not forget quite all of the model that is left out.
 """
 
 from __future__ import annotations
