@@ -16,7 +16,7 @@ from megarl.config.algorithm import (
     SequenceMean,
     TokenMean,
 )
-from megarl.config.checks import check_layout, check_recipe
+from megarl.config.checks import check_layout, check_recipe, layout_problems
 from megarl.config.errors import RecipeError
 from megarl.config.fields import FLOAT_MAX
 from megarl.config.functions import load_function
@@ -146,6 +146,7 @@ __all__ = [
     "dump_recipe",
     "engine_leaders",
     "head_config",
+    "layout_problems",
     "load_function",
     "load_recipe",
     "read_model_shape",

@@ -28,7 +28,7 @@ _MOST_NAMED = 64
 def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_node: int) -> None:
     """Raise RecipeError with every reason why `recipe` cannot run on `world` ranks, and what to change."""
     train = recipe.train_ranks(world)
-    problems = [*_layout(recipe, shape, train), *_optimizer(recipe), *_balance(recipe, shape)]
+    problems = [*layout_problems(recipe.layout, shape, train), *_optimizer(recipe), *_balance(recipe, shape)]
     if isinstance(recipe, RlRecipe):
         problems += [*_placement(recipe, world), *_algorithm(recipe), *_groups(recipe), *_mode(recipe)]
         problems += _reward(recipe)
@@ -42,7 +42,7 @@ def check_recipe(recipe: AnyRecipe, shape: ModelShape, *, world: int, ranks_per_
 
 def check_layout(recipe: AnyRecipe, shape: ModelShape, world: int) -> None:
     """Raise RecipeError if a model of `shape` cannot be divided as the recipe says."""
-    if problems := _layout(recipe, shape, recipe.train_ranks(world)):
+    if problems := layout_problems(recipe.layout, shape, recipe.train_ranks(world)):
         raise RecipeError("\n".join(problems))
 
 
@@ -63,8 +63,8 @@ def _placement(recipe: RlRecipe, world: int) -> list[str]:
     return problems
 
 
-def _layout(recipe: AnyRecipe, shape: ModelShape, train: int) -> list[str]:
-    layout = recipe.layout
+def layout_problems(layout: Layout, shape: ModelShape, train: int) -> list[str]:
+    """Every reason why a model of `shape` cannot be divided so over `train` ranks, and what to change."""
     ranks = layout.model_ranks
     problems = []
     if train % ranks:

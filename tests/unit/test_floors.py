@@ -32,6 +32,7 @@ FLOORS = {
     "transfer_queue": 2,
     "checkpoint_engine": 3,
     "simulator": 3,
+    "layout": 4,
     "trainer": 4,
     "launch": 5,
     "tools": 5,
@@ -54,7 +55,7 @@ ENGINES = {"megatron": "megarl/model_engine/", "sglang": "megarl/rollout_engine/
 BASELINES = {"tools/bench/mbridge_convert.py"}
 """Benchmarks that run another library, which drives Megatron itself; they are nobody's rooms."""
 
-LIGHT = {"types", "config", "simulator"}
+LIGHT = {"types", "config", "simulator", "layout"}
 """Rooms that must load on a login node, so without torch."""
 
 PURE = {"algorithms": {"torch", "jaxtyping"}}

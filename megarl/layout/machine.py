@@ -1,0 +1,144 @@
+"""What GPUs and networks do of what their data sheets promise: few numbers, the same for all models.
+
+Peaks are `megarl.simulator.GPUS`; shares are fitted to published training runs by `tools/bench/layout_accuracy.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megarl.layout.training import Kernel, Precision
+from megarl.simulator import Gpu
+
+_GEMM = {"A100": 0.82, "H100": 0.67, "B200": 0.6, "B300": 0.74}
+_LINK = {"A100": 0.4, "H100": 0.5, "B200": 0.52, "B300": 0.44}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.74, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
+
+
+GENERATIONS = {
+    "A100": "A100",
+    "A100-40GB": "A100",
+    "H100": "H100",
+    "H200": "H100",
+    "H800": "H100",
+    "B200": "B200",
+    "GB200": "B200",
+    "B300": "B300",
+    "GB300": "B300",
+}
+"""GPUs of `megarl.simulator` for which there are shares."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is reached of the peaks, and what each operation costs beyond it."""
+
+    gemm: Mapping[str, float] = field(default_factory=lambda: dict(_GEMM))
+    """16-bit matrix products that are not bound by memory, by GPU generation."""
+    low_precision: Mapping[Precision, float] = field(default_factory=lambda: dict(_LOW_PRECISION))
+    """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
+    attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
+    """Of the 16-bit peak, in the products of attention's forward pass."""
+    depth: float = 100.0
+    """A matrix product takes as long to begin and to end as for so many more inputs."""
+    scan: float = 0.023
+    """Of the 16-bit peak, in a Mamba-2 scan."""
+    memory: float = 0.7
+    link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
+    """In collectives within a node, by GPU generation."""
+    exchange: float = 0.9
+    """Of the link, when tokens are sent to experts."""
+    network: float = 0.95
+    collective_s: float = 7.9e-05
+    """Of one collective beyond its bytes."""
+    kernel_s: float = 1.2e-05
+    """Of a kernel's start and end, in which the GPU does nothing else."""
+    layer_s: float = 0.0003
+    """The host's work for the forward pass of a layer; the backward pass takes as long."""
+    expert_layer_s: float = 0.002
+    """The same of a layer with experts."""
+    routing_s: float = 0.0026
+    """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
+    overlap: float = 0.67
+    """Of a collective that runs beside computation, what it does not add to it."""
+    step_s: float = 0.055
+    """Of a step: the optimizer's kernels, the gradient's norm, the data."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """GPUs of one kind on a network; `generation` is the one whose shares they reach."""
+
+    gpu: Gpu
+    generation: str = "H100"
+    shares: Shares = field(default_factory=Shares)
+
+    def gemm_s(
+        self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1
+    ) -> float:
+        """Seconds of `count` products of rows x inputs and inputs x outputs."""
+        low = {"fp32": 4.0, "bf16": 2.0}.get(precision, 1.0)
+        flops = 2.0 * rows * inputs * outputs * count
+        moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
+        return flops * (1 + self.shares.depth / inputs) / self.flops(precision) + self.memory_s(moved)
+
+    def flops(self, precision: Precision) -> float:
+        """FLOPs a second of a large product."""
+        full = self.gpu.flops_16
+        peak = {"fp32": full, "bf16": full, "fp4": self.gpu.flops_4 or self.gpu.flops_8}.get(
+            precision, self.gpu.flops_8
+        )
+        return peak * self.shares.gemm[self.generation] * self.shares.low_precision[precision]
+
+    def memory_s(self, moved: float) -> float:
+        """Seconds to read or write so many bytes of memory."""
+        return moved / (self.gpu.bandwidth * self.shares.memory)
+
+    def collective_s(self, sent: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or a reduce-scatter of `sent` bytes in all, among ranks so far apart, as a ring.
+
+        A group that leaves its node is bound by the network, of which each GPU has its part; what its ranks on one
+        node exchange goes over their link.
+        """
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.gpu.linked // stride))
+        link, network = self.gpu.link * self.shares.link[self.generation], self.gpu.network * self.shares.network
+        if near == ranks:
+            return sent * (ranks - 1) / ranks / link + self.shares.collective_s
+        far = ranks // near
+        # rings through all NICs of the node's members: each carries 1 / near of the bytes
+        seconds = sent * (far - 1) / far / near / network + sent * (near - 1) / near / link
+        return seconds + self.shares.collective_s * (1 + far.bit_length())
+
+    def exchange_s(self, sent: float, choices: int, ranks: int, stride: int, once: bool) -> float:
+        """Seconds to send tokens of `sent` bytes on each rank to the ranks of the `choices` experts of each, at random.
+
+        A token goes once to each rank that has any of its experts; `once` also over the network once to each node,
+        where it is passed on.
+        """
+        if ranks == 1:
+            return 0.0
+        near = min(ranks, max(1, self.gpu.linked // stride))
+        nodes = ranks // near
+        link, network = self.gpu.link * self.shares.exchange, self.gpu.network * self.shares.network
+        copies, visits = _distinct(ranks, choices), _distinct(nodes, choices)
+        away = (visits if once else copies) * (nodes - 1) / nodes
+        inside = copies * (1 if once else near / ranks) * (near - 1) / near
+        return sent * max(away / network, inside / link) + self.shares.collective_s
+
+    def send_s(self, sent: float, stride: int) -> float:
+        """Seconds to send bytes to the rank `stride` further."""
+        share = (
+            self.gpu.link * self.shares.link[self.generation]
+            if stride < self.gpu.linked
+            else self.gpu.network * self.shares.network
+        )
+        return sent / share + self.shares.collective_s
+
+
+def _distinct(places: int, draws: int) -> float:
+    """How many of so many places are drawn at least once, on average."""
+    return places * (1 - (1 - 1 / places) ** draws)

@@ -1,0 +1,167 @@
+"""The time model against closed forms: rooflines, rings, the pipeline's bubble, recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megarl.config import Layout
+from megarl.layout import (
+    Decoder,
+    Layer,
+    Linear,
+    Machine,
+    Mixture,
+    Shares,
+    Software,
+    Training,
+    gated_mlp,
+    grouped_attention,
+    step_time,
+)
+from megarl.simulator import GPUS
+
+HIDDEN, LAYERS = 4096, 16
+PLAIN = Shares(depth=0.0, kernel_s=0.0, layer_s=0.0, expert_layer_s=0.0, routing_s=0.0, collective_s=0.0, step_s=0.0)
+H100 = Machine(GPUS["H100"], "H100", PLAIN)
+
+
+def decoder(layers: int = LAYERS, mixture: Mixture | None = None) -> Decoder:
+    attention = grouped_attention(HIDDEN, 32, 8, 128)
+    layer = Layer(attention, mixture or gated_mlp(HIDDEN, 4 * HIDDEN), 2 * HIDDEN)
+    # one logit, so that all stages cost the same but for the embedding
+    return Decoder("test", HIDDEN, 1, (layer,), (0,) * layers, head=HIDDEN, final_norm=HIDDEN)
+
+
+def training(gpus: int = 1, model: Decoder | None = None, **more: Any) -> Training:
+    layout = Layout(**{name: more.pop(name) for name in list(more) if name in Layout.model_fields})
+    fields: dict[str, Any] = {"software": Software(tensor_overlap=False, data_overlap=False)} | more
+    return Training(model or decoder(), layout, gpus, 4096, fields.pop("global_batch", 64), **fields)
+
+
+def test_a_matrix_product_takes_its_operations_and_its_bytes() -> None:
+    rows, inputs, outputs = 4096, 8192, 2048
+    flops = 2 * rows * inputs * outputs / (GPUS["H100"].flops_16 * PLAIN.gemm["H100"])
+    moved = 2 * (rows * inputs + inputs * outputs + rows * outputs) / (GPUS["H100"].bandwidth * PLAIN.memory)
+    assert H100.gemm_s(rows, inputs, outputs) == pytest.approx(flops + moved)
+    begun = Machine(GPUS["H100"], "H100", replace(PLAIN, depth=float(inputs)))
+    assert begun.gemm_s(rows, inputs, outputs) == pytest.approx(2 * flops + moved)
+
+
+def test_each_precision_has_its_peak() -> None:
+    gpu = GPUS["GB300"]
+    machine = Machine(gpu, "B300", replace(PLAIN, gemm={"B300": 0.5}))
+    low = PLAIN.low_precision
+    assert machine.flops("bf16") == 0.5 * gpu.flops_16
+    assert machine.flops("fp8") == 0.5 * gpu.flops_8 * low["fp8"]
+    assert machine.flops("fp4") == 0.5 * gpu.flops_4 * low["fp4"]
+    assert H100.flops("fp4") < H100.flops("fp8"), "without 4-bit units it is computed in 8"
+
+
+def test_rings_within_and_between_nodes() -> None:
+    link, network = GPUS["H100"].link * PLAIN.link["H100"], GPUS["H100"].network * PLAIN.network
+    sent = 1e9
+    assert H100.collective_s(sent, 1, 1) == 0
+    assert H100.collective_s(sent, 8, 1) == pytest.approx(sent * 7 / 8 / link)
+    # one rank on each of four nodes, and eight on each
+    assert H100.collective_s(sent, 4, 8) == pytest.approx(sent * 3 / 4 / network)
+    assert H100.collective_s(sent, 32, 1) == pytest.approx(sent * 3 / 4 / 8 / network + sent * 7 / 8 / link)
+    linked = Machine(GPUS["GB200"], "B200", PLAIN)
+    assert linked.collective_s(sent, 64, 1) == pytest.approx(sent * 63 / 64 / (GPUS["GB200"].link * PLAIN.link["B200"]))
+
+
+def test_tokens_go_once_to_each_place() -> None:
+    link, network = GPUS["H100"].link * PLAIN.exchange, GPUS["H100"].network * PLAIN.network
+    assert H100.exchange_s(1e9, 2, 1, 1, once=True) == 0
+    one_expert = H100.exchange_s(1e9, 1, 8, 1, once=True)
+    assert one_expert == pytest.approx(1e9 * 7 / 8 / link)
+    # two of four nodes' experts: 4 (1 - (3/4)^2) = 1.75 nodes, of which three quarters are others
+    once = H100.exchange_s(1e9, 2, 32, 1, once=True)
+    assert once == pytest.approx(1e9 * 1.75 * 3 / 4 / network)
+    assert H100.exchange_s(1e9, 2, 32, 1, once=False) == pytest.approx(
+        1e9 * 32 * (1 - (31 / 32) ** 2) * 3 / 4 / network
+    )
+
+
+def test_the_bubble_is_that_of_one_f_one_b() -> None:
+    """(p - 1) / m of the work, divided by the parts of a stage (arXiv 2104.04473, section 2.2)."""
+    for pipeline, interleave in ((1, 1), (2, 1), (4, 1), (4, 2), (4, 4)):
+        found = step_time(training(pipeline, pipeline=pipeline, interleave=interleave), H100)
+        share = (pipeline - 1) / 64 / interleave
+        assert found.bubble == pytest.approx(share * found.work.seconds, rel=0.02, abs=1e-12)
+
+
+def test_twice_the_batch_is_twice_the_work_and_the_same_bubble() -> None:
+    one, two = (step_time(training(4, pipeline=4, global_batch=batch), H100) for batch in (64, 128))
+    assert two.work.seconds == pytest.approx(2 * one.work.seconds)
+    assert two.bubble == pytest.approx(one.bubble)
+
+
+def test_full_recomputation_adds_a_forward_pass() -> None:
+    """Products run once forward and twice backward, so a third more; half the layers, a sixth."""
+    none, full = (step_time(training(recompute=how), H100).work for how in ("none", "full"))
+    head = 3 * H100.gemm_s(4096, HIDDEN, 1) * 64
+    assert full.gemm - head == pytest.approx(4 / 3 * (none.gemm - head))
+    half = step_time(training(recompute="full", recomputed=0.5), H100).work
+    assert half.gemm - head == pytest.approx(7 / 6 * (none.gemm - head))
+
+
+def test_tensor_ranks_share_products_and_pay_for_four_collectives_a_pass() -> None:
+    one = step_time(training(1), H100).work
+    eight = step_time(training(8, tensor=8, global_batch=64), H100).work
+    flops = 6 * 64 * 4096 * LAYERS * decoder().kinds[0].parameters(1) / H100.flops("bf16")
+    assert flops < one.gemm < 1.2 * flops
+    assert flops / 8 < eight.gemm < 1.5 * flops / 8
+    block = H100.collective_s(2.0 * 4096 * HIDDEN, 8, 1)
+    assert eight.tensor == pytest.approx(64 * (8 * LAYERS + 2) * block)
+    assert one.tensor == 0
+    hidden = Software(data_overlap=False)
+    beside = step_time(training(8, tensor=8, global_batch=64, software=hidden), H100).work
+    assert beside.tensor == pytest.approx((1 - PLAIN.overlap) * eight.tensor)
+
+
+def test_attention_grows_with_the_square_and_stops_at_a_window() -> None:
+    short, long = (replace(training(), sequence=length, global_batch=64 * 4096 // length) for length in (4096, 16384))
+    assert step_time(long, H100).work.attention == pytest.approx(4 * step_time(short, H100).work.attention)
+    layer = decoder().kinds[0]
+    assert layer.mixer is not None
+    windowed = replace(decoder(), kinds=(replace(layer, mixer=replace(layer.mixer, window=128)),))
+    narrow = step_time(replace(long, decoder=windowed), H100).work.attention
+    assert narrow == pytest.approx(step_time(long, H100).work.attention * 256 / 16384)
+
+
+def test_experts_are_shared_however_many_ranks_divide_them() -> None:
+    mixture = Mixture(gated_mlp(HIDDEN, 2048), 64, 8, Linear(HIDDEN, 64, "none"))
+    model = decoder(4, mixture)
+    found = [step_time(training(64, model, expert=size), H100).work for size in (8, 64)]
+    assert found[1].gemm == pytest.approx(found[0].gemm, rel=0.2)
+    assert found[0].expert < found[1].expert, "tokens leave the node"
+    overlapped = training(64, model, expert=64, software=Software(data_overlap=False, expert_overlap=True))
+    assert step_time(overlapped, H100).work.expert == pytest.approx((1 - PLAIN.overlap) * found[1].expert)
+
+
+def test_gradients_are_summed_over_the_network_and_overlap_hides_some() -> None:
+    alone, many = (step_time(training(gpus, global_batch=gpus), H100) for gpus in (1, 64))
+    assert alone.data == 0
+    count = decoder().parameters
+    both = H100.collective_s(4.0 * count, 64, 1) + H100.collective_s(2.0 * count, 64, 1)
+    assert many.data == pytest.approx(both)
+    hidden = step_time(training(64, global_batch=64, software=Software(tensor_overlap=False)), H100)
+    assert 0 < hidden.data < many.data
+    assert hidden.optimizer == many.optimizer == pytest.approx(alone.optimizer / 64)
+
+
+def test_the_host_holds_up_small_work() -> None:
+    slow = Machine(GPUS["H100"], "H100", replace(PLAIN, layer_s=1.0))
+    assert step_time(training(), slow).seconds == pytest.approx(64 * 2 * LAYERS, rel=0.01)
+    graphs = training(software=Software(graphs=True))
+    assert step_time(graphs, slow).seconds == pytest.approx(step_time(graphs, H100).seconds)
+
+
+def test_the_parts_are_the_step() -> None:
+    found = step_time(training(16, tensor=2, pipeline=2), H100)
+    parts = (found.work.seconds, found.bubble, found.pipeline, found.data, found.optimizer, found.host)
+    assert found.seconds == pytest.approx(sum(parts))
+    assert min(parts[:5]) > 0
