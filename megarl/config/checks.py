@@ -212,10 +212,13 @@ def _mode(recipe: RlRecipe) -> list[str]:
     mode, prompts, problems = recipe.mode, recipe.batch.prompts, []
     most = (mode.max_lag + 1) * prompts
     if not prompts <= recipe.most_groups <= most:
-        problems.append(
-            f"mode.ask: {mode.ask} groups at once; use at least batch.prompts ({prompts}), which a step takes, and at"
-            f" most (max_lag + 1) x batch.prompts ({most}), so that none becomes too old"
+        bounds = (
+            f"use at least batch.prompts ({prompts}), which a step takes, and at most (max_lag + 1) x batch.prompts"
+            f" ({most}), so that none becomes too old"
         )
+        if not mode.max_lag:
+            bounds = f"with max_lag 0 these are batch.prompts ({prompts}); leave it out, or raise mode.max_lag"
+        problems.append(f"mode.ask: {mode.ask} groups at once; {bounds}")
     if mode.interrupt and not mode.max_lag:
         problems.append(
             "mode.interrupt: with max_lag 0 all responses are finished when the weights change; leave it out, or set"
@@ -223,8 +226,9 @@ def _mode(recipe: RlRecipe) -> list[str]:
         )
     if mode.max_lag and not mode.interrupt and recipe.takes_turns:
         problems.append(
-            "mode.interrupt: where rollouts and training take turns on the same ranks, responses that are under way"
-            " wait while the weights change; set mode.interrupt=true, or max_lag=0"
+            f"mode.interrupt: with placement {recipe.placement.type} rollouts and training take turns on the same"
+            " ranks, and responses that are under way wait while the weights change; set mode.interrupt=true or"
+            " mode.max_lag=0, or use placement disaggregated"
         )
     if mode.max_lag and isinstance(recipe.batch.sampling, InformativeGroups):
         problems.append(
@@ -298,7 +302,9 @@ def _serving(key: str, serving: Serving, ranks: range, ranks_per_node: int) -> l
     problems, size, spans = [], serving.tensor_parallel, isinstance(serving, Rollout)
     if len(ranks) % size or not all(_lies_well(first, size, ranks_per_node, spans) for first in ranks[::size]):
         places = "on one node or on whole ones" if spans else "on one node"
-        there = f"there are {len(ranks)} ranks" if not ranks.start else f"ranks {ranks.start} to {ranks[-1]} roll out"
+        first, last = ranks.start, ranks[-1]
+        apart = f"ranks {first} to {last} roll out" if first < last else f"only rank {last} rolls out"
+        there = apart if first else f"there are {len(ranks)} ranks"
         problems.append(
             f"{key}.tensor_parallel: engines of {size} ranks must divide those that roll out evenly, and each lie"
             f" {places}; {there}, {ranks_per_node} a node"

@@ -163,7 +163,7 @@ class Mode(Section):
     """How far rollouts may run ahead of training: synchronous, one step off, or asynchronous."""
 
     max_lag: NonNegativeInt = 0
-    """Versions by which the oldest token of a group may lag behind the weights that learn from it; 0: synchronous."""
+    """Staleness: versions by which a group's oldest token may lag the weights that learn from it; 0: synchronous."""
     interrupt: bool = False
     """Responses under way go on with new weights when these come; else they are finished first, and training waits."""
     ask: PositiveInt | None = None
@@ -195,14 +195,14 @@ class Disaggregated(Section):
     type: Literal["disaggregated"]
     """The first ranks train, and engines are on the others."""
     train_ranks: PositiveInt
-    """How many train."""
+    """How many ranks train, from rank 0 on."""
 
 
 class Hybrid(Section):
     type: Literal["hybrid"]
     """Engines are on all ranks, of which the first train as well."""
     train_ranks: PositiveInt
-    """How many train."""
+    """How many ranks train, from rank 0 on."""
 
 
 class Rollout(Serving):

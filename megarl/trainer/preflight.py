@@ -284,7 +284,7 @@ def _check_run_directory(recipe: AnyRecipe, *, resume: bool) -> None:
 
 
 def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iterator[str]:
-    """One line a model of the run: what it is, and where; and one of the engines that serve the policy."""
+    """One line a model of the run: what it is, and where; and what placement, engines and mode come to."""
     yield f"model: {_size(shape)}"
     if not isinstance(recipe, RlRecipe):
         return
@@ -301,9 +301,22 @@ def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iter
     engines = len(recipe.rollout_ranks(world)) // size
     numbers = "float8 with bfloat16" if rollout.fp8 else recipe.engine_dtype
     yield (
-        f"rollouts: {engines} engines of {size} rank{'s' * (size > 1)} each, in {numbers},"
+        f"rollouts: {engines} engine{'s' * (engines > 1)} of {size} rank{'s' * (size > 1)} each, in {numbers},"
         f" policy {rollout.policy}, weights by {recipe.publish.type}"
     )
+    train, placed = recipe.train_ranks(world), len(recipe.rollout_ranks(world))
+    meanwhile = "wait while the model trains" if recipe.takes_turns else "may go on while the model trains"
+    yield f"placement: {recipe.placement.type}, of {world} ranks {train} train, {placed} roll out; rollouts {meanwhile}"
+    yield f"mode: {_mode(recipe)}"
+
+
+def _mode(recipe: RlRecipe) -> str:
+    mode, at_once = recipe.mode, f"at most {recipe.most_groups} groups at once"
+    if not mode.max_lag:
+        return f"synchronous, {at_once}"
+    corrected = f"algorithm.correction {recipe.algorithm.correction.type}"
+    then = "go on with new weights" if mode.interrupt else "are finished before new weights, and training waits"
+    return f"tokens lag by {mode.max_lag} versions at most, {at_once}; responses under way {then}; {corrected}"
 
 
 def _size(shape: ModelShape) -> str:

@@ -114,26 +114,29 @@ class Ledger:
                     self.trained = step
 
     def resume(self, step: int) -> Iterator[str]:
-        """The run goes on from a checkpoint at `step`; says what is lost by that, or is done again."""
+        """The run goes on from a checkpoint at `step`; says what is lost by that, or is done again.
+
+        It names steps as users see them: the first is 1.
+        """
         if step > self.end:
             yield (
-                f"the run resumes from step {step}, but what steps {self.end} to {step - 1} took is lost: whatever is"
+                f"the run resumes from step {step}, but what steps {self.end + 1} to {step} took is lost: whatever is"
                 " here may have been trained, so nothing of it is used"
             )
             self.floor, self.took, self.rows = step, [], {}
         elif step < self.floor:
             yield (
-                f"the run resumes from step {step}, but what steps before {self.floor} took was cleaned away when"
+                f"the run resumes from step {step}, but what steps up to {self.floor} took was cleaned away when"
                 " newer checkpoints were there: their rows are generated again, and later steps take what they find"
             )
             self.floor, self.took = step, []
         elif step < self.end:
-            yield f"steps {step} to {self.end - 1} took groups before the run ended, and train on the same again"
+            yield f"steps {step + 1} to {self.end} took groups before the run ended, and train on the same again"
         self.trained = step
         for late in range(step, self.end):
             missing = [row for row in self.took[late - self.floor] if not self.rows[row].accepted]
             if missing:
-                yield f"step {late} took rows {missing}, whose groups are lost: they are generated again"
+                yield f"step {late + 1} took rows {missing}, whose groups are lost: they are generated again"
 
     def _forget(self, floor: int) -> None:
         """What steps before `floor` took."""

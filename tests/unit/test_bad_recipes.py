@@ -239,7 +239,11 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("mode={max_lag: 1, interrupt: true, ask: 5}", ["mode.ask: 5 groups at once; use at least batch.prompts (2)"]),
     ("mode={max_lag: 1, interrupt: true, ask: 1}", ["mode.ask: 1 groups at once", "at most (max_lag + 1) x batch.pr"]),
     ("mode.interrupt=true", ["mode.interrupt: with max_lag 0 all responses are finished when the weights change"]),
-    ("mode.max_lag=1", ["mode.interrupt: where rollouts and training take turns", "set mode.interrupt=true, or max_l"]),
+    ("mode.ask=5", ["mode.ask: 5 groups at once; with max_lag 0 these are batch.prompts (2)", "or raise mode.max_lag"]),
+    (
+        "mode.max_lag=1",
+        ["mode.interrupt: with placement colocated rollouts and training take turns", "or use placement disaggregated"],
+    ),
     (
         "rollout.tensor_parallel=3",
         ["engines of 3 ranks must divide those that roll out evenly", "there are 4 ranks, 4 a node"],
@@ -643,6 +647,37 @@ def test_a_dry_run_names_all_models(job: Path) -> None:
         "reward.sources.taste: scorer, qwen3, 0.08M parameters, 1 layer, frozen, in the model's layout",
         "reward.sources.served: scorer, qwen3, 0.08M parameters, 1 layer, on an engine of its own",
         "rollouts: 4 engines of 1 rank each, in float32, policy context, weights by direct",
+        "placement: colocated, of 4 ranks 4 train, 4 roll out; rollouts wait while the model trains",
+        "mode: synchronous, at most 2 groups at once",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "placed", "meanwhile", "then"),
+    [
+        ("true", "disaggregated, of 4 ranks 3 train, 1 roll out", "may go on", "go on with new weights"),
+        (
+            "false",
+            "disaggregated, of 4 ranks 3 train, 1 roll out",
+            "may go on",
+            "are finished before new weights, and training waits",
+        ),
+        ("true", "hybrid, of 4 ranks 3 train, 4 roll out", "wait", "go on with new weights"),
+    ],
+)
+def test_a_dry_run_says_what_placement_and_mode_do(
+    job: Path, interrupt: str, placed: str, meanwhile: str, then: str
+) -> None:
+    overrides = [
+        f"placement={{type: {placed.split(',')[0]}, train_ranks: 3}}",
+        f"mode={{max_lag: 2, interrupt: {interrupt}}}",
+        "algorithm.correction.type=importance",
+    ]
+    recipe = load_recipe(job / "rl.yaml", overrides)
+    assert list(describe_models(recipe, read_model_shape(recipe.model.path), world=4))[-2:] == [
+        f"placement: {placed}; rollouts {meanwhile} while the model trains",
+        f"mode: tokens lag by 2 versions at most, at most 6 groups at once; responses under way {then};"
+        " algorithm.correction importance",
     ]
 
 
@@ -662,6 +697,8 @@ def test_a_dry_run_prints_the_recipe_and_each_ranks_part(job: Path, run: Run) ->
     assert [line for line in ended.output.splitlines() if line.startswith("#")] == [
         "# model: qwen3, 0.13M parameters, 2 layers",
         "# rollouts: 2 engines of 2 ranks each, in float32, policy context, weights by direct",
+        "# placement: colocated, of 4 ranks 4 train, 4 roll out; rollouts wait while the model trains",
+        "# mode: synchronous, at most 2 groups at once",
         "# run directory: run",
         "# what each rank would do; everything is counted from 0:",
         "# rank 0: tensor 0/2, pipeline 0/2, data 0/1; layer 0, vocabulary rows 0-255;"

@@ -429,6 +429,7 @@ APART = "placement={type: disaggregated, train_ranks: 6}"
         (["placement={type: disaggregated, train_ranks: 4}"], 12, "layout: 4 ranks cannot be divided into tensor 2"),
         ([APART, "rollout.tensor_parallel=2"], 9, "must divide those that roll out evenly, and each lie on one node"),
         ([APART, "rollout.tensor_parallel=2"], 9, "; ranks 6 to 8 roll out, 9 a node"),
+        ([APART, "rollout.tensor_parallel=2"], 7, "; only rank 6 rolls out, 7 a node"),
         (["placement={type: hybrid, train_ranks: 6}", "rollout.tensor_parallel=2"], 8, ""),
         ([APART, "publish.type=full"], 12, "publish.type: full has ranks send the model that they train"),
         ([APART, "publish.type=disk"], 12, ""),

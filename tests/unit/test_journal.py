@@ -33,21 +33,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megarl.transfer_queue import (
-    Accepted,
-    Admitted,
-    Chunk,
-    Dropped,
-    Journal,
-    JournalError,
-    Record,
-    Recovered,
-    SyncPolicy,
-    Took,
-    Trained,
-    recover,
-)
-from megarl.transfer_queue.segment import encode_frame, scan, segment_numbers, segment_path
+from megarl.transfer_queue.journal import Journal, Recovered, SyncPolicy, recover
+from megarl.transfer_queue.records import Accepted, Admitted, Chunk, Dropped, Record, Took, Trained
+from megarl.transfer_queue.segment import JournalError, encode_frame, scan, segment_numbers, segment_path
 from megarl.types import Completion, FinishReason, Group, Prompt, Trajectory, VersionSpan
 
 HEADER_BYTES = 16
@@ -124,7 +112,7 @@ def only_segment(directory: Path) -> Path:
 def test_what_was_recorded_is_recovered(tmp_path: Path) -> None:
     write(tmp_path / "j", STORY)
     found = recover(tmp_path / "j", 1)
-    assert found.reports == ["steps 1 to 1 took groups before the run ended, and train on the same again"]
+    assert found.reports == ["steps 2 to 2 took groups before the run ended, and train on the same again"]
     assert found.admitted == {-1: 1, 3: 1}
     assert found.groups == {-1: group(-1)}
     assert found.took == {1: [-1]}
@@ -294,8 +282,8 @@ def test_behind_damage_in_the_middle_the_next_segment_counts(tmp_path: Path) -> 
     assert "00000001.journal a record fails its checksum at byte" in damaged
     assert "00000002.journal: 1 records do not fit those before them and are left out" in refused
     assert "a chunk of row 1, sample 0, begins at token 4, but 2 are there" in refused
-    assert replayed == "steps 0 to 0 took groups before the run ended, and train on the same again"
-    assert missing == "step 0 took rows [2], whose groups are lost: they are generated again"
+    assert replayed == "steps 1 to 1 took groups before the run ended, and train on the same again"
+    assert missing == "step 1 took rows [2], whose groups are lost: they are generated again"
     # It goes on from there: the lost group is generated again, and trained in its step.
     write(tmp_path, [Accepted(2, group(2)), Took(0, [0, 2]), Chunk(1, 0, 2, tokens(1, first=2))])
     found = recover(tmp_path, 0)
@@ -322,7 +310,7 @@ def test_what_may_have_been_trained_is_not_used_where_that_is_not_known(tmp_path
     assert (found.admitted, found.groups, found.chunks, found.took) == ({}, {}, {}, {})
     assert found.next_row == 3
     assert found.reports[-1] == (
-        "the run resumes from step 2, but what steps 1 to 1 took is lost: whatever is here may have been trained, so"
+        "the run resumes from step 2, but what steps 2 to 2 took is lost: whatever is here may have been trained, so"
         " nothing of it is used"
     )
     write(tmp_path, [Admitted(3, 2), Accepted(3, group(3)), Took(2, [3])], step=2)
@@ -897,20 +885,20 @@ def test_a_run_can_fall_back_by_one_checkpoint(tmp_path: Path) -> None:
     found = recover(tmp_path, 10)
     assert found.took == {10: took[10], 11: took[11]}
     assert found.groups.keys() >= {*took[10], *took[11]}
-    assert found.reports == ["steps 10 to 11 took groups before the run ended, and train on the same again"]
+    assert found.reports == ["steps 11 to 12 took groups before the run ended, and train on the same again"]
     # An older checkpoint needs what is not there any more.
     found = recover(tmp_path, 8)
     assert not found.took
     assert found.groups.keys() >= {*took[10], *took[11]}
     (report,) = found.reports
-    assert "the run resumes from step 8, but what steps before 10 took was cleaned away" in report
+    assert "the run resumes from step 8, but what steps up to 10 took was cleaned away" in report
     rows = took[8]
     write(tmp_path, [record for row in rows for record in (Admitted(row, 8), Accepted(row, group(row)))], step=8)
     write(tmp_path, [Took(8, rows)], step=8)
     found = recover(tmp_path, 8)
     assert (found.took, found.reports) == (
         {8: rows},
-        ["steps 8 to 8 took groups before the run ended, and train on the same again"],
+        ["steps 9 to 9 took groups before the run ended, and train on the same again"],
     )
     assert not set(rows) & recover(tmp_path, 9).groups.keys()
 
@@ -1189,7 +1177,8 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 import msgspec
-from megarl.transfer_queue import Accepted, Admitted, Chunk, Journal, Took, Trained, recover
+from megarl.transfer_queue.journal import Journal, recover
+from megarl.transfer_queue.records import Accepted, Admitted, Chunk, Took, Trained
 from tests.unit.test_journal import group, tokens
 
 async def run(directory, step):
