@@ -6,6 +6,7 @@ sections, the model or the world size are in `checks.py`. A choice is a union on
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -382,6 +383,12 @@ class RlRecipe(Stage):
     def takes_turns(self) -> bool:
         """Whether rollouts wait while the model trains, on the same ranks."""
         return not isinstance(self.placement, Disaggregated)
+
+    def engines_that_wait(self, numbers: Iterable[int]) -> list[int]:
+        """Those of these engines that are on ranks that train, where rollouts and training take turns."""
+        if isinstance(self.placement, Hybrid):
+            return [one for one in numbers if one * self.rollout.tensor_parallel < self.placement.train_ranks]
+        return list(numbers)
 
     @property
     def most_groups(self) -> int:

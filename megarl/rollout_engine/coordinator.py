@@ -143,7 +143,7 @@ class Coordinator:
         while (groups := self._queue.take(step)) is None:
             await self._settle()
         if self._under_way and self._recipe.takes_turns:
-            await self.dispatcher.hold()
+            await self.dispatcher.hold(self._recipe.engines_that_wait(self.dispatcher.scheduler.engines))
         asked, self._asked = self._asked, 0
         metrics = self.dispatcher.metrics()
         if self._recipe.mode.max_lag:

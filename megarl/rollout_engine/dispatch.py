@@ -11,7 +11,7 @@ import functools
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -129,9 +129,9 @@ class Dispatcher:
         self._held = self._held and not resume
         self._pump()
 
-    async def hold(self) -> None:
-        """Nothing is generated until a `serve` that resumes; what is under way goes on then."""
-        self._held = True
+    async def hold(self, numbers: Collection[int]) -> None:
+        """These engines generate nothing until a `serve` that resumes: what they ran goes on elsewhere or, if all are
+        held, waits there."""
 
         async def pause(number: int, client: EngineClient) -> None:
             try:
@@ -139,8 +139,14 @@ class Dispatcher:
             except (EngineLost, TimeoutError) as error:
                 self.lose(number, client, f"{client.name} could not be paused: {error!r}")
 
-        running = [number for number, engine in self.scheduler.engines.items() if engine.running]
-        await asyncio.gather(*(pause(number, self._clients[number]) for number in running))
+        held = {number: client for number, client in self._clients.items() if number in numbers}
+        self._held = len(held) == len(self._clients)
+        await asyncio.gather(*(pause(n, one) for n, one in held.items() if self.scheduler.engines[n].running))
+        if not self._held:
+            for number in held.keys() & self._clients.keys():
+                self.scheduler.lost(number, blame=False)
+                self._forget(number)
+            self._pump()
 
     async def respond(
         self,

@@ -16,8 +16,8 @@ from megarl.simulator.workload import Workload
 from megarl.transfer_queue.admission import Admission
 
 MFU = 0.3
-"""Of dense models in bfloat16. Pre-training of Llama 3 405B has 0.38 to 0.43 (arXiv 2407.21783, table 4). NeMo RL v0.4
-trains one step off on half of its H100; its step times allow no less than 0.19 for Llama 3.1 8B and Qwen3-32B."""
+"""Of dense models in bfloat16. Pre-training of Llama 3 405B has 0.38 to 0.43 (arXiv 2407.21783, table 4). Step times
+of NeMo RL v0.4, one step off on H100, need at least 0.19 for Llama 3.1 8B and Qwen3-32B, if half of the GPUs train."""
 STEP_S = 5.0
 """Assumed for all of a step that does not grow with its tokens: optimizer, rewards of the last group, packing, logs."""
 PUBLISH_BYTES_S = 60e9

@@ -305,8 +305,12 @@ def describe_models(recipe: AnyRecipe, shape: ModelShape, *, world: int) -> Iter
         f" policy {rollout.policy}, weights by {recipe.publish.type}"
     )
     train, placed = recipe.train_ranks(world), len(recipe.rollout_ranks(world))
-    meanwhile = "wait while the model trains" if recipe.takes_turns else "may go on while the model trains"
-    yield f"placement: {recipe.placement.type}, of {world} ranks {train} train, {placed} roll out; rollouts {meanwhile}"
+    meanwhile = {
+        "colocated": "engines wait while the model trains",
+        "hybrid": "engines on ranks that train wait meanwhile",
+        "disaggregated": "engines may go on while the model trains",
+    }[recipe.placement.type]
+    yield f"placement: {recipe.placement.type}, of {world} ranks {train} train, {placed} roll out; {meanwhile}"
     yield f"mode: {_mode(recipe)}"
 
 

@@ -140,7 +140,7 @@ def test_versions_of_chunks_are_put_together() -> None:
         task = asyncio.create_task(respond(dispatcher, 0, 9, samples=6))
         await dispatcher.serve(clients(engine))
         await until(lambda: engine.asked >= 4)
-        await dispatcher.hold()
+        await dispatcher.hold([0, 1])
         assert engine.paused
         await until(lambda: not engine.owed)
         asked = engine.asked
@@ -305,10 +305,31 @@ def test_an_engine_that_cannot_be_paused_is_given_up() -> None:
         await dispatcher.serve(clients(engine))
         task = asyncio.create_task(respond(dispatcher, 5, 20, samples=8))
         await until(lambda: engine.asked > 2)
-        await asyncio.wait_for(dispatcher.hold(), 3 * STALL_S)
+        await asyncio.wait_for(dispatcher.hold([0]), 3 * STALL_S)
         assert [lost.cause for lost in dispatcher.take_lost()] == ["engine 0 could not be paused: TimeoutError()"]
         await dispatcher.serve(clients(Engine(1)))
         assert [one.output_ids for one in await task] == [list(range(5, 26))] * 8
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_what_runs_where_the_model_trains_goes_on_elsewhere() -> None:
+    async def run() -> None:
+        dispatcher, engines = make(), [Engine(0), Engine(1)]
+        await dispatcher.serve(clients(*engines))
+        task = asyncio.create_task(respond(dispatcher, 5, 60, samples=8))
+        await until(lambda: engines[0].asked > 2 and engines[0].owed > 0)
+        await dispatcher.hold([0])
+        asked = engines[0].asked
+        assert engines[0].paused
+        assert not engines[1].paused
+        assert [one.output_ids for one in await task] == [list(range(5, 66))] * 8
+        assert engines[0].asked == asked
+        assert dispatcher.tally.lost == 0
+        await dispatcher.serve(clients(*engines), resume=True)
+        await respond(dispatcher, 7, 3, samples=8)
+        assert engines[0].asked > asked
         await dispatcher.close()
 
     asyncio.run(run())
