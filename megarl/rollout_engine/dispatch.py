@@ -72,23 +72,24 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """What is logged of a step."""
+        found = {"rollout/chunks": float(self.chunks), "rollout/engines_lost": float(self.lost)}
         ends = sorted(when for when, _ in self.finished if when >= self.started)
-        seconds = max(ends[-1] - self.started, 1e-9) if ends else 0.0
+        if not ends or not self.chunks:
+            return found  # others had been finished before
         speeds = sorted(self.tokens.values())
-        return {
-            "rollout/tokens_per_s": sum(speeds) / seconds if seconds else 0.0,
-            "rollout/tail_s": ends[-1] - ends[int(_TAIL * (len(ends) - 1))] if ends else 0.0,
-            "rollout/chunks": float(self.chunks),
-            "rollout/cached_fraction": self.cached / self.asked if self.asked else 0.0,
+        return found | {
+            "rollout/tokens_per_s": sum(speeds) / max(ends[-1] - self.started, 1e-9),
+            "rollout/tail_s": ends[-1] - ends[int(_TAIL * (len(ends) - 1))],
+            "rollout/cached_fraction": self.cached / max(self.asked, 1),
             "rollout/preemptions": float(self.preemptions),
-            "rollout/engines_lost": float(self.lost),
-            "rollout/slowest_engine": speeds[0] / statistics.median(speeds) if speeds and speeds[-1] else 0.0,
+            "rollout/slowest_engine": speeds[0] / max(statistics.median(speeds), 1),
         }
 
 
 def length_metrics(name: str, lengths: list[int]) -> dict[str, float]:
     """How long responses are, in tokens."""
-    ordered = sorted(lengths) or [0]
+    if not (ordered := sorted(lengths)):
+        return {}
     mean, most = statistics.fmean(ordered), ordered[-1]
     tenth = ordered[int(_TAIL * (len(ordered) - 1))]
     return {f"rollout/{name}_length": mean, f"rollout/{name}_length_p90": tenth, f"rollout/{name}_length_max": most}
@@ -111,7 +112,6 @@ class Dispatcher:
         self._watches: dict[int, asyncio.Task[None]] = {}
         self._chunks: dict[asyncio.Task[None], int] = {}  # and their engines
         self._proofs: set[asyncio.Task[None]] = set()
-        self._open: set[Response] = set()
         self._given_up: set[EngineAddress] = set()
         self._held = self._pumping = False
 
@@ -184,12 +184,10 @@ class Dispatcher:
                 response.done.set_result(response.so_far)
         unfinished = [response for response in responses if not response.done.done()]
         group = self.scheduler.add(unfinished, expected=expected) if unfinished else None
-        self._open.update(unfinished)
         self._pump_soon()
         try:
             return list(await asyncio.gather(*(response.done for response in responses)))
         finally:
-            self._open.difference_update(unfinished)
             if group is not None:
                 self.scheduler.withdraw(group)
 
@@ -206,10 +204,8 @@ class Dispatcher:
         return found
 
     def lengths(self) -> list[int]:
-        """Tokens of all responses since the last step, and so far of those under way."""
-        return [length for _, length in self.tally.finished] + [
-            len(one.so_far.output_ids) for one in self._open if not one.done.done()
-        ]
+        """Tokens of all responses that were finished since the last step."""
+        return [length for _, length in self.tally.finished]
 
     def take_lost(self) -> list[Lost]:
         """Engines that were given up since the last call."""

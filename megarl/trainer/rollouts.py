@@ -106,8 +106,9 @@ class Rollouts:
         found = self._wait(Evaluate, what="evaluation")
         assert isinstance(found, Evaluation)
         if self._coordinator is not None:
+            row = {"step": step} | {name: value for name, value in msgspec.to_builtins(found).items() if name != "type"}
             with (self._job.run.path / EVALUATIONS_FILE).open("a") as file:
-                file.write(json.dumps({"step": step, **msgspec.to_builtins(found)}) + "\n")
+                file.write(json.dumps(row) + "\n")
             accuracy = (found.accuracy, found.accuracy_greedy)
             LOGGER.info("after step %d: accuracy %.3f at temperature 1, %.3f greedy", step, *accuracy)
 
