@@ -132,12 +132,22 @@ class Rollouts:
 
 
 def _journal(job: Job, recipe: RlRecipe) -> Path:
-    """Where the journal lies. One that is not resumed, or of rows that meant other prompts, is removed."""
+    """Where the journal lies. One that is not resumed, or of groups that the recipe would not make, is removed.
+
+    They would be of rows that meant other prompts, lack scores, be sampled otherwise, or be due at other steps.
+    """
     batch = recipe.batch.model_dump(mode="json", exclude={"max_tokens_per_rank"})
-    rows = json.dumps([str(recipe.data.train), batch], sort_keys=True)
+    made_by = [
+        str(recipe.data.train),
+        batch,
+        recipe.reward.model_dump(mode="json"),
+        recipe.algorithm.advantage.type == "remax",
+        recipe.rollout.temperature,
+        recipe.mode.max_lag,
+    ]
     root = job.run.path / "journal"
-    path = root / hashlib.sha256(rows.encode()).hexdigest()[:8]
-    for old in root.iterdir() if root.is_dir() else []:
+    path = root / hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
+    for old in root.glob("*/"):
         if old != path or not job.resume:
             LOGGER.info("%s is of another start and is removed", old)
             shutil.rmtree(old)

@@ -265,6 +265,32 @@ def test_what_is_not_wanted_any_more_is_not_generated() -> None:
     asyncio.run(run())
 
 
+def test_what_comes_after_one_of_a_group_failed_is_not_reported() -> None:
+    """Its row may have another group by then, and its journal refuse what comes."""
+
+    async def run() -> None:
+        dispatcher, engine, reports = make(), Engine(0, max_running=8), 0
+
+        def report(*_: object) -> None:
+            nonlocal reports
+            reports += 1
+
+        await dispatcher.serve(clients(engine))
+        asked = {"samples": 4, "temperature": 1.0, "max_new_tokens": 100, "stop_token": -1, "report": report}
+        task = asyncio.create_task(dispatcher.respond([5, 80], **asked))  # type: ignore[arg-type]
+        await until(lambda: engine.asked >= 6)
+        engine.refuses = True  # each, but the first alone is told
+        with pytest.raises(EngineError, match="engine 0 refuses"):
+            await task
+        engine.refuses, before = False, reports
+        await asyncio.sleep(0.05)
+        assert reports == before
+        assert (dispatcher.scheduler.waiting, dispatcher.scheduler.running) == (0, 0)
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
 def test_an_engine_must_hold_the_longest_response() -> None:
     async def run() -> None:
         dispatcher = make(needed_tokens=1000)
