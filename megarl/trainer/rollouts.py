@@ -60,7 +60,7 @@ class Rollouts:
                 guard=job.guard,
                 log=job.run.logs / "coordinator.log",
                 failed_requests=job.run.path / "failed_requests.jsonl",
-                journal=_journal(job, recipe),
+                journal=journal_directory(job, recipe),
             )
 
     def wait_healthy(self) -> None:
@@ -131,7 +131,7 @@ class Rollouts:
             self._coordinator.serve(self._fleet.serving, published=published)
 
 
-def _journal(job: Job, recipe: RlRecipe) -> Path:
+def journal_directory(job: Job, recipe: RlRecipe) -> Path:
     """Where the journal lies. One that is not resumed, or of groups that the recipe would not make, is removed.
 
     They would be of rows that meant other prompts, lack scores, be sampled otherwise, or be due at other steps.

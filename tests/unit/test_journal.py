@@ -1177,7 +1177,8 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 import msgspec
-from megarl.transfer_queue import Accepted, Admitted, Chunk, Journal, Took, Trained, recover
+from megarl.transfer_queue.journal import Journal, recover
+from megarl.transfer_queue.records import Accepted, Admitted, Chunk, Took, Trained
 from tests.unit.test_journal import group, tokens
 
 async def run(directory, step):
