@@ -37,6 +37,7 @@ class Queue(Protocol):
     def begun(self, row: int) -> dict[int, Completion]: ...
     def extend(self, row: int, sample: int, start: int, tokens: Completion) -> None: ...
     async def put(self, row: int, group: Group) -> None: ...
+    def prompts(self) -> set[int]: ...
     def take(self, step: int) -> list[Group] | None: ...
     async def saved(self, step: int) -> None: ...
 
@@ -173,12 +174,14 @@ class Coordinator:
 
     async def _fill_informative(self, rows: list[int], sampling: InformativeGroups) -> None:
         """All groups of a step; it has data of its own, whatever others needed, so that a resumed run asks the same."""
-        waves, ask, asked = sampling.waves, sampling.ask or len(rows), 0
-        first = rows[0] // len(rows) * waves * ask
+        prompts = self._recipe.batch.prompts
+        waves, ask, asked = sampling.waves, sampling.ask or prompts, 0
+        first = rows[0] // prompts * waves * ask
+        there = self._queue.prompts()  # a process that ended may have put some of the step's
         taken: list[Group] = []
         passed_over: list[Group] = []
         while len(taken) < len(rows) and asked < waves * ask:
-            for group in await self._groups(first + asked, ask):
+            for group in await self._groups({*range(first + asked, first + asked + ask)} - there):
                 (taken if self._is_informative(group, sampling) else passed_over).append(group)
             asked += ask
         self._asked += asked
@@ -186,8 +189,8 @@ class Coordinator:
         for row, group in zip(rows, chosen, strict=True):
             await self._queue.put(row, group)
 
-    async def _groups(self, first: int, count: int) -> list[Group]:
-        return await _all(self._group(row) for row in range(first, first + count))
+    async def _groups(self, rows: set[int]) -> list[Group]:
+        return await _all(self._group(row) for row in sorted(rows))
 
     async def _group(self, row: int, **going_on: Any) -> Group:
         """That of a row of the data; or, where engines die of it, of another, from the data's end."""

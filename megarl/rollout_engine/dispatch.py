@@ -188,6 +188,8 @@ class Dispatcher:
         try:
             return list(await asyncio.gather(*(response.done for response in responses)))
         finally:
+            for response in unfinished:
+                response.done.cancel()  # of one that failed, the others are not wanted either
             if group is not None:
                 self.scheduler.withdraw(group)
 
@@ -266,9 +268,10 @@ class Dispatcher:
             return  # it was given up, and the chunk runs elsewhere
         self.progress_at = time.monotonic()
         self.tally.add(number, chunk, len(asked))
-        response.report(len(response.so_far.output_ids), chunk.completion)
-        response.so_far.extend(chunk.completion)
         unwanted = response.done.done()
+        if not unwanted:
+            response.report(len(response.so_far.output_ids), chunk.completion)
+        response.so_far.extend(chunk.completion)
         self.scheduler.finished(response, len(chunk.completion.output_ids), done=response.ended or unwanted)
         if response.ended and not unwanted:
             self.tally.finished.append((self.progress_at, len(response.so_far.output_ids)))

@@ -60,7 +60,7 @@ class Rollouts:
                 guard=job.guard,
                 log=job.run.logs / "coordinator.log",
                 failed_requests=job.run.path / "failed_requests.jsonl",
-                journal=_journal(job, recipe),
+                journal=journal_directory(job, recipe),
             )
 
     def wait_healthy(self) -> None:
@@ -132,13 +132,23 @@ class Rollouts:
             self._coordinator.serve(self._fleet.serving, published=published)
 
 
-def _journal(job: Job, recipe: RlRecipe) -> Path:
-    """Where the journal lies. One that is not resumed, or of rows that meant other prompts, is removed."""
+def journal_directory(job: Job, recipe: RlRecipe) -> Path:
+    """Where the journal lies. One that is not resumed, or of groups that the recipe would not make, is removed.
+
+    They would be of rows that meant other prompts, lack scores, be sampled otherwise, or be due at other steps.
+    """
     batch = recipe.batch.model_dump(mode="json", exclude={"max_tokens_per_rank"})
-    rows = json.dumps([str(recipe.data.train), batch], sort_keys=True)
+    made_by = [
+        str(recipe.data.train),
+        batch,
+        recipe.reward.model_dump(mode="json"),
+        recipe.algorithm.advantage.type == "remax",
+        recipe.rollout.temperature,
+        recipe.mode.max_lag,
+    ]
     root = job.run.path / "journal"
-    path = root / hashlib.sha256(rows.encode()).hexdigest()[:8]
-    for old in root.iterdir() if root.is_dir() else []:
+    path = root / hashlib.sha256(json.dumps(made_by, sort_keys=True).encode()).hexdigest()[:8]
+    for old in root.glob("*/"):
         if old != path or not job.resume:
             LOGGER.info("%s is of another start and is removed", old)
             shutil.rmtree(old)

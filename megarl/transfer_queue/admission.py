@@ -79,8 +79,8 @@ class Admission:
 
     def take(self) -> list[int] | None:
         """The rows of the next step, in order; None: it has to wait for more to finish."""
-        rows = self._replayed.pop(self.step, None) or self._choose()
-        if rows is None:
+        rows = self._replayed.get(self.step) or self._choose()
+        if rows is None or not self._finished.issuperset(rows):  # what a damaged journal lost comes again
             return None
         self._finished.difference_update(rows)
         for row in rows:

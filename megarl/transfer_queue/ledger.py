@@ -127,9 +127,9 @@ class Ledger:
         elif step < self.floor:
             yield (
                 f"the run resumes from step {step}, but what steps up to {self.floor} took was cleaned away when"
-                " newer checkpoints were there: their rows are generated again, and later steps take what they find"
+                " newer checkpoints were there: all is generated again, since what is here is of newer weights"
             )
-            self.floor, self.took = step, []
+            self.floor, self.took, self.rows = step, [], {}
         elif step < self.end:
             yield f"steps {step + 1} to {self.end} took groups before the run ended, and train on the same again"
         self.trained = step

@@ -97,6 +97,10 @@ class TransferQueue:
         self.counters.put(row)
         self._admission.finish(row)
 
+    def prompts(self) -> set[int]:
+        """Places in the data of the groups that wait to be taken."""
+        return {group.prompt.index for group in self._groups.values()}
+
     def take(self, step: int) -> list[Group] | None:
         """The groups of `step`, in order of their rows; None: it has to wait. A token that is too old is a mistake."""
         assert step == self._admission.step, (step, self._admission.step)

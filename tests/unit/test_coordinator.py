@@ -19,7 +19,7 @@ from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
 from megarl.rollout_engine.channel import Taken
 from megarl.rollout_engine.client import Chunk, Load
 from megarl.transfer_queue import TransferQueue
-from megarl.types import Completion, Group, Offer, VersionSpan
+from megarl.types import Completion, Group, Offer, Prompt, Trajectory, VersionSpan
 from tests.small_job import write_small_job
 
 PROMPTS, SAMPLES = 2, 4
@@ -89,14 +89,22 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def take(
-    job: Path, *overrides: str, steps: int = 1, hopeless: bool = False, hangs: bool = False, late: Collection[int] = ()
+    job: Path,
+    *overrides: str,
+    steps: int = 1,
+    begin: int = 0,
+    journal: Path | None = None,
+    hopeless: bool = False,
+    hangs: bool = False,
+    late: Collection[int] = (),
 ) -> tuple[list[Step], Engine]:
     before = Path.cwd()
     os.chdir(job)
     try:
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
-        engine, scorer, queue = Engine(False), Engine(hangs), queue_of(recipe, steps, Path(tempfile.mkdtemp(dir=job)))
+        engine, scorer = Engine(False), Engine(hangs)
+        queue = queue_of(recipe, begin + steps, journal or Path(tempfile.mkdtemp(dir=job)))
         engine.scored = scorer.scored
         engine.late.update(late)
         rewards: Any = Rewards(hopeless)
@@ -106,7 +114,7 @@ def take(
         offered: list[list[Group]] = []
 
         async def offer(step: int, groups: list[Group]) -> Offer:
-            assert step == len(offered)
+            assert step == begin + len(offered)
             offered.append(groups)
             return Offer(step, [], "", "", {})
 
@@ -116,7 +124,7 @@ def take(
             )
             await coordinator.dispatcher.serve({0: client})
             taken = []
-            for step in range(steps):
+            for step in range(begin, begin + steps):
                 engine.version = step
                 if step:
                     engine.next_version.set()
@@ -183,6 +191,30 @@ def test_uninformative_groups_are_replaced(job: Path) -> None:
     """Each step from rows of its own, three waves of two; asking ends when enough are found."""
     taken, _ = take(job, "batch.sampling={type: informative, waves: 3}", steps=2)
     assert [(rows(t), t.asked) for t in taken] == [([1, 3], 4), ([7, 9], 4)]
+
+
+def test_a_step_of_which_some_were_put_before_takes_others_than_these(job: Path) -> None:
+    """The process ended between the puts of the step."""
+    recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", "batch.sampling={type: informative}"])
+    assert isinstance(recipe, RlRecipe)
+    journal = Path(tempfile.mkdtemp(dir=job))
+
+    async def before() -> None:
+        queue = queue_of(recipe, 2, journal)
+        for step in range(2):
+            queue.publish(step)
+            for row in queue.admit()[: PROMPTS - step]:
+                index = {0: 1, 1: 3, 2: 9}[row]
+                prompt = Prompt(index, text="", input_ids=[1], answer=str(index))
+                trajectory = Trajectory([1], [-1.0], [VersionSpan(step, 0, 1)], "stop", "", {"answer": 1.0})
+                await queue.put(row, Group(prompt, [trajectory]))
+            assert (queue.take(step) is None) == (step == 1)
+        await queue.saved(1)
+        await queue.close()
+
+    asyncio.run(before())
+    taken, _ = take(job, "batch.sampling={type: informative, waves: 3}", steps=1, journal=journal, begin=1)
+    assert [(rows(t), t.asked) for t in taken] == [([9, 7], 2)]
 
 
 def test_where_too_few_are_informative_the_first_others_fill_the_step(job: Path) -> None:

@@ -265,6 +265,37 @@ def test_what_is_not_wanted_any_more_is_not_generated() -> None:
     asyncio.run(run())
 
 
+def test_what_comes_after_one_of_a_group_failed_is_not_reported() -> None:
+    """Its row may have another group by then, and its journal refuse what comes."""
+
+    class Late(Engine):
+        async def generate(self, input_ids: list[int], **options: Any) -> Chunk:
+            number, chunk = self.asked, await super().generate(input_ids, **options)
+            if number == 4:
+                raise EngineError("engine 0 refuses")
+            await asyncio.sleep(0.02 if number > 4 else 0)
+            return chunk
+
+    async def run() -> None:
+        dispatcher, engine, failed = make("divided"), Late(0, max_running=8), False
+
+        def report(*_: object) -> None:
+            assert not failed
+
+        await dispatcher.serve(clients(engine))
+        with pytest.raises(EngineError, match="engine 0 refuses"):
+            await dispatcher.respond(
+                [5, 80], samples=4, temperature=1.0, max_new_tokens=100, stop_token=-1, report=report
+            )
+        failed = True
+        assert dispatcher.scheduler.running > 0
+        await asyncio.sleep(0.1)
+        assert (dispatcher.scheduler.waiting, dispatcher.scheduler.running) == (0, 0)
+        await dispatcher.close()
+
+    asyncio.run(run())
+
+
 def test_an_engine_must_hold_the_longest_response() -> None:
     async def run() -> None:
         dispatcher = make(needed_tokens=1000)

@@ -137,6 +137,38 @@ def test_a_run_goes_on_from_its_journal(tmp_path: Path) -> None:
         asyncio.run(part())
 
 
+def test_a_step_waits_for_a_group_that_it_took_and_damage_lost() -> None:
+    admission = Admission(2, max_lag=0, ask=2, steps=1)
+    admission.restore(0, {0: 0, 1: 0}, [0], {0: [0, 1]})
+    admission.publish(0)
+    assert admission.admit() == [1]
+    assert admission.take() is None
+    admission.finish(1)
+    assert admission.take() == [0, 1]
+
+
+def test_a_run_that_falls_back_further_than_is_kept_trains_on_no_newer_tokens(tmp_path: Path) -> None:
+    async def before() -> None:
+        queue = await queue_at(tmp_path, 3, 2)
+        await queue.saved(1)
+        await queue.saved(2)
+        await queue.saved(3)
+        await queue.close()
+
+    async def after() -> None:
+        queue = TransferQueue(2, max_lag=0, ask=2, steps=9, directory=tmp_path, sync="group")
+        for step in range(4):
+            queue.publish(step)
+            assert queue.admit() == [2 * step, 2 * step + 1]
+            for row in (2 * step, 2 * step + 1):
+                await queue.put(row, group(row, step))
+            assert queue.take(step) is not None
+        await queue.close()
+
+    asyncio.run(before())
+    asyncio.run(after())
+
+
 class Loop(RuleBasedStateMachine):
     """A run as admission sees it. Groups finish in any order; the trainer takes, learns and publishes when it can.
 
