@@ -164,7 +164,8 @@ class Coordinator:
     async def _settle(self) -> None:
         """Wait until something that is under way ends; an engine's failure surfaces here."""
         assert self._under_way, "a step waits for groups, and none is under way"
-        done, self._under_way = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
+        self._under_way -= done
         for task in done:
             task.result()
 
