@@ -8,6 +8,7 @@ itself: multiprocessing imports this module again in each of them as `__mp_main_
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 
@@ -26,6 +27,8 @@ def main() -> None:
     _attach()
     # launchers may bind each rank to one core, which a child would inherit
     os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    assert isinstance(sys.stdout, io.TextIOWrapper), "a child without an output"
+    sys.stdout.reconfigure(line_buffering=True)  # one that is killed has said what it said
     module, _, function = sys.argv[1].partition(":")
     getattr(importlib.import_module(module), function)()
 

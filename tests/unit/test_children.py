@@ -211,3 +211,17 @@ def test_how_a_child_ended_is_told_with_the_end_of_its_log(tmp_path: Path) -> No
     ]
     (tmp_path / "log").unlink()
     assert child.describe_end().endswith("(empty)")
+
+
+def test_what_a_killed_child_said_is_in_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talking.py").write_text("import time\ndef main():\n    print('on my way')\n    time.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    log = tmp_path / "log"
+    child = start_child("talking:main", {}, name="child", log=log)
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while not log.read_text() and time.monotonic() < end:
+            time.sleep(0.02)
+    finally:
+        child.kill()
+    assert log.read_text() == "on my way\n"
