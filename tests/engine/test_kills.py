@@ -83,7 +83,14 @@ def kill_again_and_again(engine: Engine, addition: Path, run: Path, victim: str,
         with loop(plan) as process:
             wait_until(lambda p=process: (run / "started").exists() or p.poll() is not None, START_S, lambda: said(run))
             if done < kills:
-                time.sleep(draw.uniform(0.0, 4.0))
+                if done % 2:  # after a step, which has to be trained again then
+                    before = steps_trained(run)
+                    wait_until(
+                        lambda p=process, n=before: steps_trained(run) > n or p.poll() is not None,
+                        START_S,
+                        lambda: said(run),
+                    )
+                time.sleep(draw.uniform(0.0, 2.0 if done % 2 else 4.0))
                 target = process.pid
                 if victim == "coordinator" and (children := psutil.Process(process.pid).children()):
                     target = children[0].pid
@@ -122,6 +129,11 @@ def loop(plan: Plan) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
         process.wait()
         wait_until(lambda: not any(map(alive, children)), 10.0, lambda: "its children live on")
+
+
+def steps_trained(run: Path) -> int:
+    path = run / "trained.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
 
 
 def said(run: Path) -> str:
