@@ -47,24 +47,16 @@ from megarl.config.recipe import (
     AllGroups,
     AnyRecipe,
     Checkpoint,
-    Colocated,
     CosineSchedule,
     Critic,
-    DirectPublish,
-    Disaggregated,
-    DiskPublish,
     Evaluation,
     ExpertBalance,
-    FullPublish,
-    Hybrid,
     InformativeGroups,
     Layout,
     NoCritic,
     Optimizer,
-    Publish,
     RewardModelRecipe,
     RlRecipe,
-    Rollout,
     SftRecipe,
 )
 from megarl.config.reward import (
@@ -77,6 +69,16 @@ from megarl.config.reward import (
     RewardModel,
     Serving,
     Source,
+)
+from megarl.config.rollout import (
+    Colocated,
+    DirectPublish,
+    Disaggregated,
+    DiskPublish,
+    FullPublish,
+    Hybrid,
+    Publish,
+    Rollout,
 )
 
 __all__ = [

@@ -10,17 +10,19 @@ from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
 from megarl.config.recipe import (
     AnyRecipe,
-    Colocated,
     Critic,
-    DirectPublish,
-    FullPublish,
     InformativeGroups,
     Layout,
     RlRecipe,
-    Rollout,
     SftBatch,
 )
 from megarl.config.reward import Serving
+from megarl.config.rollout import (
+    Colocated,
+    DirectPublish,
+    FullPublish,
+    Rollout,
+)
 
 _MOST_NAMED = 64
 

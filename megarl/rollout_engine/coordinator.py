@@ -130,9 +130,9 @@ class Coordinator:
 
     def generate(self) -> None:
         """Begin the groups that may be asked now."""
-        if self._recipe.takes_turns:
-            self.dispatcher.begin_step(going_on=bool(self._under_way))
         rows = self._queue.admit()
+        if self._recipe.takes_turns or (rows and not self._going_on):
+            self.dispatcher.begin_step(going_on=self._going_on)
         if rows and isinstance(self._recipe.batch.sampling, InformativeGroups):
             self._under_way.add(asyncio.create_task(self._fill_informative(rows, self._recipe.batch.sampling)))
         else:
@@ -143,7 +143,7 @@ class Coordinator:
         """The groups of `step`, when enough are there."""
         while (groups := self._queue.take(step)) is None:
             await self._settle()
-        if self._under_way and self._recipe.takes_turns:
+        if self._going_on and self._recipe.takes_turns:
             await self.dispatcher.hold(self._recipe.engines_that_wait(self.dispatcher.scheduler.engines))
         asked, self._asked = self._asked, 0
         metrics = self.dispatcher.metrics()
@@ -155,6 +155,11 @@ class Coordinator:
         self.dispatcher.tally = Tally()  # what comes until the next step begins is the next one's
         offer = await self._offer(step, groups)
         return channel.Taken(offer, asked, metrics, self._rewards.timeouts, self._rewards.crashes)
+
+    @property
+    def _going_on(self) -> bool:
+        """Whether any group is under way."""
+        return not all(task.done() for task in self._under_way)
 
     async def _drain(self) -> channel.Drained:
         while self._under_way:

@@ -141,7 +141,10 @@ def take(
         os.chdir(before)
 
 
-def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("placement", ["{type: colocated}", "{type: disaggregated, train_ranks: 1}"])
+def test_a_steps_speed_does_not_count_the_time_between_steps(
+    job: Path, placement: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     generate = Coordinator.generate
 
     def later(self: Coordinator) -> None:
@@ -149,7 +152,7 @@ def test_a_steps_speed_does_not_count_the_time_between_steps(job: Path, monkeypa
         generate(self)
 
     monkeypatch.setattr(Coordinator, "generate", later)
-    for taken in take(job, steps=2)[0]:
+    for taken in take(job, f"placement={placement}", steps=2)[0]:
         assert taken.metrics["rollout/tokens_per_s"] > 2 * PROMPTS * SAMPLES / 0.25
 
 
