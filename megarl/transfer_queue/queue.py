@@ -107,14 +107,14 @@ class TransferQueue:
         rows = self._admission.take()
         if rows is None:
             return None
+        groups = {row: self._groups.pop(row) for row in rows}
+        stale = [row for row, group in groups.items() if step - group.oldest_version > self._max_lag]
+        assert not stale, f"rows {stale} of step {step} have tokens that lag by more than {self._max_lag} versions"
         self._open_journal.append(Took(step, rows))
         if self._sync != "never":
             self._sync_soon()
-        groups = [self._groups.pop(row) for row in rows]
-        stale = [row for row, group in zip(rows, groups, strict=True) if step - group.oldest_version > self._max_lag]
-        self.counters.taken(step, dict(zip(rows, groups, strict=True)))
-        assert not stale, f"rows {stale} of step {step} have tokens that lag by more than {self._max_lag} versions"
-        return groups
+        self.counters.taken(step, groups)
+        return list(groups.values())
 
     async def saved(self, step: int) -> None:
         """A checkpoint has `step` finished steps: what they and those before them took is not needed any more."""
