@@ -83,13 +83,15 @@ def main() -> None:
     except ValueError as error:  # an environment that no launcher makes
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(_BAD_INPUT)
+    from megarl.transfer_queue import QueueError  # not above: a dry run need not wait for what it imports
+
     try:
         run_rank(args.recipe, args.overrides, guard, resume=args.resume)
     except (RecipeError, DataError) as error:
         guard.die(str(error), code=_BAD_INPUT)
     except FloatingPointError as error:
         guard.die(str(error))
-    except (EngineError, CoordinatorError) as error:
+    except (EngineError, CoordinatorError, QueueError) as error:
         time.sleep(_CHILD_FIRST_S)
         guard.die(str(error))
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
