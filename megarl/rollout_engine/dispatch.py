@@ -18,6 +18,7 @@ from types import MappingProxyType
 from megarl.rollout_engine.channel import Lost
 from megarl.rollout_engine.client import Chunk, EngineClient, EngineLost, Load
 from megarl.rollout_engine.engine import EngineAddress, EngineError
+from megarl.rollout_engine.idle import IdleTime
 from megarl.rollout_engine.scheduler import Context, Request, Scheduler
 from megarl.types import Completion
 
@@ -106,6 +107,7 @@ class Dispatcher:
         self.scheduler, self.tally = scheduler, Tally()
         self.progress_at = time.monotonic()
         self.something_lost = asyncio.Event()
+        self._idle = IdleTime()
         self._lost: list[Lost] = []
         self._stall_s, self._needed_tokens = stall_s, needed_tokens
         self._clients: dict[int, EngineClient] = {}
@@ -120,6 +122,8 @@ class Dispatcher:
 
         `resume` ends a `hold`. One that was given up is not taken back.
         """
+        if not self._clients:
+            self._idle.take(0)  # until now there was nobody to be idle
         for number, client in list(self._clients.items()):
             if clients.get(number) is not client:
                 self.scheduler.lost(number, blame=False)
@@ -199,8 +203,8 @@ class Dispatcher:
         self.tally = Tally(lost=lost, finished=finished)
 
     def metrics(self) -> dict[str, float]:
-        """What is logged of a step."""
-        found = self.tally.metrics()
+        """What is logged of a step; engines' idle time is that since the last call."""
+        found = self.tally.metrics() | {"rollout/idle": self._idle.take(len(self._clients))}
         if isinstance(self.scheduler, Context) and (value := self.scheduler.correlation.value) is not None:
             found["rollout/length_correlation"] = value
         return found
@@ -239,10 +243,11 @@ class Dispatcher:
             assert isinstance(response, Response)
             task = asyncio.ensure_future(self._run(response, assignment.engine, assignment.tokens))
             self._chunks[task] = assignment.engine
+            self._idle.begun(assignment.engine)
             task.add_done_callback(functools.partial(self._ended, response))
 
     def _ended(self, response: Response, task: asyncio.Task[None]) -> None:
-        del self._chunks[task]
+        self._idle.ended(self._chunks.pop(task))
         error = None if task.cancelled() else task.exception()
         if error is not None and not response.done.done():
             response.done.set_exception(error)

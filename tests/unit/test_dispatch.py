@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.rollout_engine import Dispatcher, EngineAddress, EngineError, EngineLost, PoisonedError
+from megarl.rollout_engine import Dispatcher, EngineAddress, EngineError, EngineLost, PoisonedError, idle
 from megarl.rollout_engine.client import Chunk, Load
 from megarl.rollout_engine.scheduler import POLICIES
 from megarl.types import Completion, VersionSpan
@@ -435,3 +435,16 @@ def test_an_answer_that_makes_no_sense_is_not_waited_for() -> None:
         await dispatcher.close()
 
     asyncio.run(run())
+
+
+def test_idle_time_is_what_no_request_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([0.0, 1.0, 4.0, 6.0, 10.0, 12.0])  # of those calls that look at the clock
+    monkeypatch.setattr(idle.time, "monotonic", lambda: next(now))
+    times = idle.IdleTime()
+    times.begun(0)
+    times.begun(0)
+    times.ended(0)
+    times.ended(0)
+    times.begun(1)
+    assert times.take(2) == pytest.approx(1 - (3 + 4) / 20)
+    assert times.take(2) == pytest.approx(0.5)

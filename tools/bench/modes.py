@@ -10,7 +10,8 @@ in which nothing is under way yet, to the last, in which nothing more is generat
 
 Columns:
   samples/s      generated and trained;  over sync: as a ratio
-  idle           share of the time in which the trainer waited for groups, or for engines to take new weights
+  trainer idle   share of the time in which the trainer waited for groups, or for engines to take new weights
+  engine idle    share of the time in which the engine had no request under way
   lag            mean versions by which the oldest token of a step lags;  stall: seconds of engines for each publication
   reward         mean of the last third of the steps
 """
@@ -59,10 +60,10 @@ def main() -> None:
     found = {mode: {name: statistics.median(row[name] for row in of) for name in of[0]} for mode, of in rows.items()}
     names = list(found["sync"])
     print(f"{steps} steps, {given.seeds} seeds; load average {os.getloadavg()[0]:.1f}")
-    print(f"{'':14}" + "".join(f"{name:>12}" for name in ("over sync", *names)))
+    print(f"{'':14}" + "".join(f"{name:>13}" for name in ("over sync", *names)))
     base = found["sync"]["samples/s"]
     for mode, row in found.items():
-        print(f"{mode:14}" + "".join(f"{value:12.3f}" for value in (row["samples/s"] / base, *row.values())))
+        print(f"{mode:14}" + "".join(f"{value:13.3f}" for value in (row["samples/s"] / base, *row.values())))
     print(
         " ".join(f"{mode}_over_sync={row['samples/s'] / base:.3f}" for mode, row in found.items() if mode != "sync")
         + " "
@@ -97,7 +98,8 @@ def measured(run: Path) -> dict[str, float]:
     times = [sum(row["seconds"].values()) for row in rows]
     return {
         "samples/s": sum(_samples(row) for row in rows) / sum(times),
-        "idle": sum(row["seconds"]["generate"] + row["seconds"]["publish"] for row in rows) / sum(times),
+        "trainer idle": sum(row["seconds"]["generate"] + row["seconds"]["publish"] for row in rows) / sum(times),
+        "engine idle": statistics.fmean([row["rollout/idle"] for row in rows], times),
         "lag": statistics.fmean(row.get("rollout/lag_max", 0.0) for row in rows),
         "stall": statistics.median(row["publish/stall_s"] for row in rows),
         "reward": statistics.fmean(row["reward"] for row in last),
