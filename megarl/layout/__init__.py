@@ -1,5 +1,6 @@
 """Parallel layouts: what each rank holds and how long a step takes, from the model's sizes, without a GPU."""
 
+from megarl.layout.calibration import Dtype, Exchange, Kind, Load, Measured, Products, Table, read_table, write_table
 from megarl.layout.machine import GENERATIONS, Machine, Shares
 from megarl.layout.memory import Memory, fits, layer_bytes, memory
 from megarl.layout.model import (
@@ -27,15 +28,21 @@ __all__ = [
     "Choice",
     "Cost",
     "Decoder",
+    "Dtype",
+    "Exchange",
     "Held",
     "Kernel",
+    "Kind",
     "Layer",
     "Linear",
+    "Load",
     "Machine",
+    "Measured",
     "Memory",
     "Mixture",
     "Mlp",
     "Precision",
+    "Products",
     "Request",
     "Scan",
     "Search",
@@ -43,6 +50,7 @@ __all__ = [
     "Software",
     "Stage",
     "Step",
+    "Table",
     "Training",
     "decoder",
     "fits",
@@ -53,7 +61,9 @@ __all__ = [
     "layer_bytes",
     "memory",
     "part_sizes",
+    "read_table",
     "search",
     "stages",
     "step_time",
+    "write_table",
 ]

@@ -124,7 +124,7 @@ class Machine:
         near = min(ranks, max(1, self.gpu.linked // stride))
         nodes = ranks // near
         link, network = self.gpu.link * self.shares.exchange, self.gpu.network * self.shares.network
-        copies, visits = _distinct(ranks, choices), _distinct(nodes, choices)
+        copies, visits = distinct(ranks, choices), distinct(nodes, choices)
         away = (visits if once else copies) * (nodes - 1) / nodes
         inside = copies * (1 if once else near / ranks) * (near - 1) / near
         return sent * max(away / network, inside / link) + self.shares.collective_s
@@ -139,6 +139,6 @@ class Machine:
         return sent / share + self.shares.collective_s
 
 
-def _distinct(places: int, draws: int) -> float:
+def distinct(places: int, draws: int) -> float:
     """How many of so many places are drawn at least once, on average."""
     return places * (1 - (1 - 1 / places) ** draws)

@@ -14,6 +14,8 @@ from megarl.layout.model import Attention, Layer, Linear, Mixture, Mlp, Scan
 from megarl.layout.parameters import held, stages
 from megarl.layout.training import LOW, Training
 
+UNFUSED_ADAM_BYTES = 64.0
+"""For each parameter, more than fused: torch's eight operations read and write 80 bytes, and clipping 8."""
 UNALIGNED = 8.0
 """How much slower the products of unfused attention are with heads that are no multiple of 8 elements."""
 
@@ -88,13 +90,18 @@ def step_time(training: Training, machine: Machine) -> Step:
             work = work + _output(training, machine)
         if stage.first:
             work = work + _embedding(training, machine)
+        if not software.fused_gradients and not training.adapters:
+            moved = training.element_bytes + 2 * software.gradient_bytes
+            work = work + Cost(memory=machine.memory_s(moved * held(decoder, layout, stage).total))
         passes = 3 if layout.recompute == "full" else 2
         host = 0.0 if software.graphs else passes * launches
         works.append((work, max(work.seconds, host)))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
     bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
-    sent = 2.0 * training.tokens * decoder.hidden / (layout.tensor if training.sequence_parallel else 1)
+    sent = (
+        training.element_bytes * training.tokens * decoder.hidden / (layout.tensor if training.sequence_parallel else 1)
+    )
     hop = machine.send_s(sent, training.gpus // layout.pipeline) if layout.pipeline > 1 else 0.0
     rounds = 2 * layout.interleave * (count + (layout.pipeline - 1) / layout.interleave)
     return Step(
@@ -161,12 +168,13 @@ def _linears(training: Training, machine: Machine, linears: tuple[Linear, ...], 
 def _exchange(training: Training, machine: Machine) -> tuple[Cost, Cost]:
     """Collectives around one tensor-parallel block: with sequence parallelism a gather before and a scatter after it.
 
-    Without it, an all-reduce after it, of the same bytes.
+    Without it, an all-reduce after it, of the same bytes. The backward pass gathers the block's input again.
     """
     tensor = training.layout.tensor
-    one = machine.collective_s(2.0 * training.tokens * training.decoder.hidden, tensor, 1)
+    one = machine.collective_s(training.element_bytes * training.tokens * training.decoder.hidden, tensor, 1)
     shown = 1 - machine.shares.overlap if training.software.tensor_overlap else 1.0
-    return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown)
+    again = 0.0 if training.software.asynchronous else one
+    return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown + again)
 
 
 def _mixer(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
@@ -188,7 +196,7 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
     pairs = tokens * seen * heads
     peak = machine.gpu.flops_16 * machine.shares.attention[software.kernel]
     rotated = tokens * heads * attention.key if attention.rotary else 0.0
-    rope = machine.memory_s((8.0 if software.fused_mlp else 32.0) * rotated)
+    rope = machine.memory_s((4.0 if software.fused_mlp else 16.0) * training.element_bytes * rotated)
     if software.kernel in ("unfused", "fused_softmax"):
         flops = 2.0 * pairs * (attention.key + attention.value)
         if attention.key % 8:  # tensor cores want operands of 16 bytes
@@ -202,7 +210,8 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
         flops = pairs * (attention.key + attention.value)
         ahead = flops / peak
         back = 2.5 * ahead / 0.8
-    kv = 2.0 * tokens * attention.kv_heads / min(layout.tensor, attention.kv_heads) * (attention.key + attention.value)
+    kv = attention.kv_heads / min(layout.tensor, attention.kv_heads) * (attention.key + attention.value)
+    kv *= training.element_bytes * tokens
     ring = 0.0
     if layout.context > 1:  # keys and values go round, beside the products
         one = machine.collective_s(kv * layout.context, layout.context, layout.tensor)
@@ -250,9 +259,10 @@ def _activation(training: Training, mlp: Mlp) -> float:
     """Bytes for each token to read what the first layer makes, and write what the second takes."""
     if not mlp.fusable:
         return 60.0 * mlp.width
-    if training.software.fused_mlp:
-        return (6.0 if mlp.gated else 4.0) * mlp.width
-    return (10.0 if mlp.gated else 8.0) * mlp.width
+    elements = 3.0 if mlp.gated else 2.0
+    if not training.software.fused_mlp:
+        elements += 2.0
+    return elements * training.element_bytes * mlp.width
 
 
 def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Cost, Cost]:
@@ -271,14 +281,15 @@ def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Co
         cast += machine.memory_s(low * rows * local * inputs)
     act = machine.memory_s(_activation(training, mixture.expert) * routed)
     permute = machine.memory_s(8.0 * routed * hidden + 16.0 * own * mixture.count)
-    router = machine.gemm_s(own, mixture.router.inputs, mixture.router.outputs)
+    router = machine.gemm_s(own, mixture.router.inputs, mixture.router.outputs, training.rest)
     software = training.software
     send = machine.exchange_s(
-        2.0 * own * hidden, mixture.active, layout.expert, layout.expert_tensor, software.send_once
+        training.element_bytes * own * hidden, mixture.active, layout.expert, layout.expert_tensor, software.send_once
     )
     send *= 1 - machine.shares.overlap if software.expert_overlap else 1.0
     wait = 0.0 if software.graphs else machine.shares.routing_s
-    gather = machine.collective_s(2.0 * routed * hidden * layout.expert_tensor, layout.expert_tensor, 1)
+    gathered = training.element_bytes * routed * hidden * layout.expert_tensor
+    gather = machine.collective_s(gathered, layout.expert_tensor, 1)
     ahead = Cost(gemm=gemm + router, memory=act + permute + cast + wait, expert=2 * send, tensor=2 * gather)
     back = Cost(gemm=2 * gemm + 2 * router, memory=5 / 3 * act + permute + cast, expert=2 * send, tensor=2 * gather)
     if mixture.shared is not None:
@@ -295,7 +306,7 @@ def _norms(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Co
     shared = training.layout.tensor if training.sequence_parallel else 1
     elements = training.tokens * training.decoder.hidden / shared
     norm = 4.0 if training.software.fused_norm else 40.0
-    add = 6.0 + (2.0 if training.decoder.dropout else 0.0)
+    add = (3.0 + (1.0 if training.decoder.dropout else 0.0)) * training.element_bytes
     seconds = machine.memory_s(layer.norm_passes * elements * (norm + add))
     return Cost(memory=seconds), Cost(memory=1.5 * seconds)
 
@@ -304,11 +315,11 @@ def _output(training: Training, machine: Machine) -> Cost:
     """Logits and their cross entropy in 32 bits."""
     decoder, tensor = training.decoder, training.layout.tensor
     outputs = 1 if decoder.head else decoder.padded_vocab(tensor) // tensor
-    gemm = machine.gemm_s(training.tokens, decoder.hidden, outputs)
+    gemm = machine.gemm_s(training.tokens, decoder.hidden, outputs, training.rest)
     around = _exchange(training, machine)
     gathered = 0.0
     if training.software.gathered_logits:
-        gathered = machine.collective_s(2.0 * training.tokens * outputs * tensor, tensor, 1)
+        gathered = machine.collective_s(training.element_bytes * training.tokens * outputs * tensor, tensor, 1)
         outputs *= tensor
     moved = machine.memory_s(24.0 * training.tokens * outputs)
     passes = 4 if training.software.chunked_logits else 3
@@ -334,7 +345,7 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
         (most.experts, expert_copies, layout.expert * layout.expert_tensor),
     ):
         scatter = machine.collective_s(float(software.gradient_bytes) * count, ranks, stride)
-        gather = machine.collective_s(2.0 * count, ranks, stride)
+        gather = machine.collective_s(training.element_bytes * count, ranks, stride)
         if training.sharding == "full":
             seconds += training.micro_batches * (2 * gather + scatter)
         else:
@@ -346,4 +357,7 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
     shared = copies if training.sharding != "none" else 1
     own = most.dense / shared + most.experts / (expert_copies if training.sharding != "none" else 1)
     # reads the gradient, reads and writes master weights and both moments, writes the weights; the norm reads again
-    return seconds, machine.memory_s(own * (software.gradient_bytes * 2 + 24.0 + 2.0))
+    moved = software.gradient_bytes * 2 + 24.0 + 2.0
+    if not software.fused_adam:
+        moved += UNFUSED_ADAM_BYTES
+    return seconds, machine.memory_s(own * moved)

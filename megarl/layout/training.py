@@ -9,7 +9,7 @@ from megarl.config import Layout
 from megarl.layout.model import Decoder
 
 Precision = Literal["fp32", "bf16", "fp8", "mxfp8", "fp4"]
-"""Of linear layers; attention and the rest are 16-bit."""
+"""Of linear layers; attention and the rest are 16-bit, or with fp32 32-bit."""
 
 LOW: tuple[Precision, ...] = ("fp8", "mxfp8", "fp4")
 """Precisions to which the inputs of linear layers are cast."""
@@ -31,6 +31,12 @@ class Software:
     """Tensor-parallel collectives run beside the matrix products that they feed."""
     data_overlap: bool = True
     """Gradients are summed and weights gathered while others are computed."""
+    asynchronous: bool = True
+    """A collective can run beside a product: in the backward pass that of a linear layer's input does."""
+    fused_gradients: bool = True
+    """Gradients of weights are added to their buffer by the products that make them; else in a pass over memory."""
+    fused_adam: bool = True
+    """Adam in one pass over memory; else operation by operation."""
     graphs: bool = False
     """Kernels are launched in CUDA graphs, so that the host is never waited for."""
     send_once: bool = True
@@ -91,3 +97,13 @@ class Training:
     def tokens(self) -> int:
         """Of a micro-batch on one rank, before tensor-parallel ranks share them."""
         return self.micro_batch * self.sequence // self.layout.context
+
+    @property
+    def rest(self) -> Precision:
+        """Of what is never computed in low precision."""
+        return "fp32" if self.precision == "fp32" else "bf16"
+
+    @property
+    def element_bytes(self) -> float:
+        """Of activations and weights."""
+        return 4.0 if self.precision == "fp32" else 2.0

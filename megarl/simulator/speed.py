@@ -239,18 +239,19 @@ def roofline(name: str, model: ServedModel, gpu: Gpu, place: Placement) -> Engin
 
 
 def measured(file: Path) -> EngineModel:
-    """A real engine from a JSON file; see `tools/simulate_rollout.py --help`.
+    """A real engine from a JSON file; see `tools/simulate_rollout.py --help`. A machine's table may have one, too.
 
     Seconds of a decode step are fitted as a function of its batch size (straight lines between those measured) plus
     the same for each token of context.
     """
     try:
         table = json.loads(file.read_text())
+        table = table.get("engine", table)  # of a whole machine
         points = np.array(table["decode"], dtype=float).reshape(-1, 3)
         known = {name: table[name] for name in ("kv_tokens", "max_running")}
         prefill = {part: float(table.get(f"prefill_{part}_s", 0.0)) for part in ("pass", "request", "token", "pair")}
         request_s, call_s = (float(table.get(name, 0.0)) for name in ("request_s", "call_s"))
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: no table of an engine ({error!r}); --help shows one") from None
     if not len(points) or (points[:, 0] < 1).any() or (points <= 0).any() or min(known.values()) < 1:
         raise ValueError(f"{file}: batches, contexts, seconds, kv_tokens and max_running are above 0")
