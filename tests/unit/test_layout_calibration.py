@@ -152,7 +152,8 @@ def test_a_step_is_predicted_from_it() -> None:
     one = steps[1, 1]
     assert one.work.tensor == one.data == 0
     assert steps[2, 1].work.gemm == pytest.approx(one.work.gemm / 2)
-    assert steps[4, 2].work.gemm == pytest.approx(steps[2, 2].work.gemm) == pytest.approx(one.work.gemm / 2)
+    assert steps[2, 2].work.gemm > steps[2, 1].work.gemm, "narrow products are slower"
+    assert steps[4, 2].work.gemm == pytest.approx(steps[2, 2].work.gemm)
     assert steps[4, 2].data > steps[2, 2].data
     assert steps[2, 2].seconds > steps[2, 1].seconds > one.seconds / 2
 
