@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import operator
 import os
 import platform
 import secrets
@@ -65,6 +66,8 @@ ROWS = {"cpu": (64, 256, 1024), "cuda": (256, 2048, 16384)}
 WIDTHS = {"cpu": (64, 256, 1024), "cuda": (512, 2048, 8192)}
 SEQUENCE, HEADS, HEAD_DIM = {"cpu": 512, "cuda": 4096}, 8, 64
 ELEMENTS = {"cpu": (16, 1 << 14, 1 << 18, 1 << 22), "cuda": (16, 1 << 16, 1 << 22, 1 << 26)}
+SPREAD_BYTES = 1 << 27
+"""More than caches hold."""
 SENT = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 14, 1 << 22, 1 << 27)}
 """Bytes."""
 
@@ -192,9 +195,11 @@ def measure_load(bench: Bench, count: int) -> Load:
         attention[name] = attention_rate(bench, SEQUENCE[kind], dtype)
     memory = []
     for elements in ELEMENTS[kind]:
-        one, other = torch.ones(2, elements, device=device).requires_grad_()
-        seconds_each = bench.seconds(lambda a=one, b=other: a + b)
-        memory.append((12.0 * elements, seconds_each))  # two are read and one is written
+        # one after the other, so that each has left the caches when its turn comes, as what a backward pass reads has
+        count_of = max(2, min(SPREAD_BYTES // (8 * elements), 1024))
+        pairs = [torch.ones(2, elements, device=device).requires_grad_() for _ in range(count_of)]
+        turns = itertools.cycle([pair.unbind() for pair in pairs])
+        memory.append((12.0 * elements, bench.seconds(lambda a=turns: operator.add(*next(a)))))
     return Load(count, gemm, attention, memory)
 
 
