@@ -9,9 +9,9 @@ from megarl.layout.serving import Serving
 BUCKET_BYTES = 256 << 20
 
 
-def least_s(shape: ModelShape, serving: Serving, value_bytes: int, machine: Machine) -> float:
+def least_s(shape: ModelShape, serving: Serving, weight_bytes: int, machine: Machine) -> float:
     """If each rank of an engine gets its shard over the network at once, and nobody sends more than it gets."""
-    return shape.parameters * value_bytes / serving.tensor / machine.network_bytes_s
+    return shape.parameters * weight_bytes / serving.tensor / machine.network_bytes_s
 
 
 def planned_s(
@@ -23,7 +23,7 @@ def planned_s(
     train: int,
     first: int,
     node: int,
-    value_bytes: int,
+    weight_bytes: int,
 ) -> float:
     """By the reshard plan: the busiest rank sends or gets all that it has to. Ranks from `first` on have engines.
 
@@ -39,7 +39,7 @@ def planned_s(
         engines,
         ranks_per_node=node,
         bucket_bytes=BUCKET_BYTES,
-        item_bytes=value_bytes,
+        item_bytes=weight_bytes,
     )
     flow = traffic(plan)
     speed = machine.link_bytes_s if starts.stop <= node else machine.network_bytes_s

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megarl.config import Layout, ModelShape, engine_problems
+from megarl.config import Layout, ModelShape, engine_problems, layout_problems
 from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL
 from megarl.layout.publication import least_s, planned_s
@@ -230,7 +230,8 @@ class _Joint:
     @cached_property
     def _served(self) -> ServedModel:
         assert self.request.work.rollouts is not None
-        return served_model(self.request.shape, self.request.work.rollouts.value_bytes)
+        rollouts = self.request.work.rollouts
+        return served_model(self.request.shape, rollouts.weight_bytes, rollouts.value_bytes)
 
     def _engine(self, serving: Serving) -> EngineModel:
         return engine_model(self._served, self.request.machine.gpu, serving)
@@ -261,7 +262,7 @@ class _Joint:
             rollout,
             trained.score_s,
             trained.update_s,
-            least_s(request.shape, serving, request.work.rollouts.value_bytes, request.machine),
+            least_s(request.shape, serving, request.work.rollouts.weight_bytes, request.machine),
             self._moved_s(trained) if colocated and request.offload else 0.0,
             ahead=not colocated and request.work.rollouts.max_lag > 0,
         )
@@ -290,7 +291,7 @@ def planned(request: Request, choice: Choice) -> Choice:
         train=choice.train_gpus,
         first=first,
         node=request.node,
-        value_bytes=rollouts.value_bytes,
+        weight_bytes=rollouts.weight_bytes,
     )
     return replace(choice, phases=replace(choice.phases, publish=seconds))
 
@@ -300,7 +301,10 @@ def _impossible(request: Request) -> str:
     have = request.ask(request.gpus).room / 1e9
     least = least_bytes(request.ask(request.gpus))
     if least is None:
-        return f"no layout divides the model over {request.gpus} GPUs; take another number of them, or fix less"
+        given = {name: value for name, value in request.fixed.items() if name in Layout.model_fields}
+        problems = layout_problems(Layout.model_validate(given), request.shape, request.gpus)
+        why = "; ".join(problems) or "take another number of them, or fix less"
+        return f"no layout divides the model over {request.gpus} GPUs: {why}"
     if least / 1e9 <= have:
         return (
             f"training alone fits on {request.gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"

@@ -31,8 +31,8 @@ class Serving:
     expert: int = 1
 
 
-def served_model(shape: ModelShape, value_bytes: int) -> ServedModel:
-    """What the model costs to serve, with weights and cache of so many bytes a number."""
+def served_model(shape: ModelShape, weight_bytes: int = 2, value_bytes: int = 2) -> ServedModel:
+    """What the model costs to serve, with so many bytes for each weight, and for each number in the cache."""
     latent, experts = shape.latent, shape.experts
     routed = 0
     if experts is not None:
@@ -52,7 +52,7 @@ def served_model(shape: ModelShape, value_bytes: int) -> ServedModel:
         kv_values,
         kv_heads,
         float(attention),
-        weight_bytes=value_bytes,
+        weight_bytes=weight_bytes,
         kv_bytes=value_bytes,
         routed=float(routed),
         experts=experts.count if experts else 1,

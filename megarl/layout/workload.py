@@ -26,8 +26,9 @@ class Rollouts:
     groups: Workload
     policy: str = "context"
     chunk_tokens: int | None = None
+    weight_bytes: int = 2
     value_bytes: int = 2
-    """Of a weight and of a number in the cache."""
+    """Of a number in the cache."""
     max_lag: int = 0
     interrupt: bool = False
     ask: int | None = None
@@ -146,6 +147,7 @@ def work_of(recipe: AnyRecipe, lengths: Lengths, shape: ModelShape, groups: Work
     reference = bool(algorithm.kl.coefficient)
     frozen = reference + len(recipe.reward.models)
     critic = isinstance(recipe.critic, Critic)
+    value_bytes = 4 if recipe.engine_dtype == "float32" else 2
     old = algorithm.updates > 1 or (reference and algorithm.kl.where == "reward")
     return Work(
         tuple(group.prompt + length for group in groups.groups for length in group.lengths),
@@ -159,7 +161,8 @@ def work_of(recipe: AnyRecipe, lengths: Lengths, shape: ModelShape, groups: Work
             groups,
             recipe.rollout.policy,
             recipe.rollout.chunk_tokens,
-            4 if recipe.engine_dtype == "float32" else 2,
+            1 if recipe.rollout.fp8 else value_bytes,
+            value_bytes,
             mode.max_lag,
             mode.interrupt,
             mode.ask,

@@ -29,7 +29,7 @@ QWEN3_8B = KNOWN["qwen3-8b"]
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-32b", "qwen3-235b-a22b", "llama3.1-405b", "moonlight-16b-a3b"])
 def test_a_served_model_is_the_simulators_own(name: str) -> None:
-    derived, listed = served_model(KNOWN[name], 2), MODELS[name]
+    derived, listed = served_model(KNOWN[name]), MODELS[name]
     assert derived.kv_values == listed.kv_values
     assert derived.attention_flops == listed.attention_flops
     assert derived.parameters == pytest.approx(listed.parameters, rel=0.01)
@@ -39,7 +39,7 @@ def test_a_served_model_is_the_simulators_own(name: str) -> None:
 
 def test_a_part_of_the_engines_stands_for_all() -> None:
     groups = LengthModel(2000, 4096, 0.6, 0.4, groups=256, group_size=8).draw()
-    engine = engine_model(served_model(QWEN3_8B, 2), GPUS["H100"], Serving(1, 16, 0.8))
+    engine = engine_model(served_model(QWEN3_8B), GPUS["H100"], Serving(1, 16, 0.8))
     whole = simulate(groups, engine, 16, make_scheduler("context")).makespan
     assert phase_s(Rollouts(groups), engine, 16) == pytest.approx(whole, rel=0.1)
 
@@ -49,7 +49,7 @@ def test_engines_that_never_wait_take_what_a_long_simulation_says(max_lag: int, 
     """With a trainer that takes no time, so that rollouts are all that a step waits for."""
     prompts, steps = 48, 12
     drawn = LengthModel(1500, 4096, 0.6, 0.4, groups=prompts * (steps + max_lag), group_size=8, prompt=256).draw()
-    engine = engine_model(served_model(QWEN3_8B, 2), GPUS["H100"], Serving(1, engines, 0.8))
+    engine = engine_model(served_model(QWEN3_8B), GPUS["H100"], Serving(1, engines, 0.8))
     one = Rollouts(Workload(drawn.groups[:prompts], drawn.cap), "divided", max_lag=max_lag, interrupt=True)
     measured = simulate_training(
         drawn,
@@ -74,7 +74,7 @@ def test_a_recipe_says_what_a_step_asks() -> None:
     assert work.scored == 4, "these, the values, and old log-probabilities, as there are two updates"
     assert (work.updates, work.epochs) == (2, 1)
     assert work.rollouts is not None
-    assert work.rollouts.value_bytes == 4
+    assert (work.rollouts.weight_bytes, work.rollouts.value_bytes) == (4, 4)
 
 
 def test_measured_lengths_are_taken_as_they_are() -> None:
