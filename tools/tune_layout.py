@@ -266,7 +266,10 @@ def summary(request: Request, found: Search, seconds: float) -> str:
         f"{counts.asked:,} with micro-batches and recomputation, {counts.too_large:,} too large",
     ]
     if work.rollouts is not None:
-        lines.append(f"{found.engines} layouts of engines simulated; {found.pruned:,} plans pruned by bounds")
+        lines.append(
+            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by bounds; "
+            f"{found.splits} splits of the GPUs, {found.splits_pruned} pruned"
+        )
     return "\n".join([*lines, f"{seconds:.1f} s"])
 
 

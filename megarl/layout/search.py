@@ -111,9 +111,15 @@ class Search:
     ranked: tuple[Choice, ...]
     counts: Counts
     engines: int
-    """Layouts of engines with their memory that were simulated."""
+    """Layouts of engines with their memory whose rollouts were timed."""
+    plans: int
+    """Trainings that fit, each with each layout of engines."""
     pruned: int
-    """Plans that could not be among those ranked."""
+    """Those of them that could not be among the ranked, by a bound."""
+    splits: int
+    """Ways to divide the GPUs between training and rollouts."""
+    splits_pruned: int
+    """Those of which nothing was asked, by a bound."""
 
 
 def search(request: Request) -> Search:
@@ -122,12 +128,14 @@ def search(request: Request) -> Search:
     ranked = found.ranked()
     if not ranked:
         raise ValueError(_impossible(request))
-    return Search(tuple(ranked), found.counts, len(found.simulated), found.pruned)
+    tried = (found.plans, found.pruned, found.splits, found.splits_pruned)
+    return Search(tuple(ranked), found.counts, len(found.simulated), *tried)
 
 
 class _Joint:
     def __init__(self, request: Request) -> None:
-        self.request, self.counts, self.pruned = request, Counts(), 0
+        self.request, self.counts = request, Counts()
+        self.plans = self.pruned = self.splits = self.splits_pruned = 0
         self.simulated: dict[Serving, float] = {}
         """Seconds of a step's rollouts; infinite where a response does not fit."""
         self._best: list[Choice] = []
@@ -164,13 +172,13 @@ class _Joint:
         tried = set[tuple[Layout, int]]()
         for share in (0.0,) if request.offload else LEAST_FRACTIONS:
             found = trainings(request.ask(gpus, AROUND_BYTES + share * gpu.memory), self.counts)
-            for number, one in enumerate(found):
+            new = [one for one in found if (one.training.layout, one.max_tokens) not in tried]
+            tried.update((one.training.layout, one.max_tokens) for one in new)
+            self.plans += len(new) * len(engines)
+            for number, one in enumerate(new):
                 if one.seconds + least >= self._worst:
-                    self.pruned += len(found) - number
+                    self.pruned += (len(new) - number) * len(engines)
                     break
-                if (key := (one.training.layout, one.max_tokens)) in tried:
-                    continue
-                tried.add(key)
                 for serving in engines:
                     self._add("colocated", gpus, one, replace(serving, fraction=self._left(one)))
 
@@ -184,13 +192,17 @@ class _Joint:
     def _disaggregated(self) -> None:
         request = self.request
         for train in self._splits():
+            self.splits += 1
             rest = request.gpus - train
             engines = [self._serving(tensor, rest, MOST_FRACTION) for tensor in self._tensors(rest)]
             engines.sort(key=self._rollout_s)
             if not engines or self._rollout_s(engines[0]) >= self._worst or self._least_s(train) >= self._worst:
-                self.pruned += 1
+                self.splits_pruned += 1
                 continue
-            for one in trainings(request.ask(train), self.counts)[:OF_EACH_SPLIT]:
+            found = trainings(request.ask(train), self.counts)
+            self.plans += len(found) * len(engines)
+            self.pruned += len(found) * len(engines) - min(len(found), OF_EACH_SPLIT) * min(len(engines), OF_EACH_SPLIT)
+            for one in found[:OF_EACH_SPLIT]:  # others of this split are slower on both sides
                 for serving in engines[:OF_EACH_SPLIT]:
                     self._add("disaggregated", train, one, serving)
 

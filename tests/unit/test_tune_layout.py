@@ -54,7 +54,7 @@ def test_it_prints_a_table() -> None:
     said = done.stdout.splitlines()
     assert "8.2e9 parameters" in said[0]
     assert "training layouts" in said[1]
-    assert "engines simulated" in said[2]
+    assert "engines timed" in said[2]
     assert said[4].split()[:5] == ["step", "rollout", "score", "update", "publish"]
     assert len(said) == 5 + 3
     assert all(line.split()[7] == "2" for line in said[5:]), "tensor"
