@@ -267,8 +267,8 @@ def summary(request: Request, found: Search, seconds: float) -> str:
     ]
     if work.rollouts is not None:
         lines.append(
-            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by bounds; "
-            f"{found.splits} splits of the GPUs, {found.splits_pruned} pruned"
+            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by bounds;"
+            f" {found.splits} splits of the GPUs, {found.splits_pruned} pruned"
         )
     return "\n".join([*lines, f"{seconds:.1f} s"])
 
