@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,6 +94,12 @@ class Exchange(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def __post_init__(self) -> None:
         _check_rising([sent for sent, _ in self.points])
 
+    @property
+    def bytes_s(self) -> float:
+        """Of long messages."""
+        (sent, seconds), (more, longer) = self.points[-2:]
+        return (more - sent) / max(longer - seconds, 1e-12)
+
     def seconds(self, sent: float, ranks: int) -> float:
         """For groups of another size, as a ring: more steps, and almost as many bytes for each rank."""
         latency = max(_along(self.points, 0.0), 0.0)
@@ -127,26 +133,33 @@ class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         dtype: Dtype = "fp32" if precision == "fp32" else "bf16"
         if dtype not in load.gemm:
             raise ValueError(f"the table of {self.name} has no products in {dtype}")
+        gpu = self._gpu(load, dtype, exchanges, near)
+        return Measured(gpu, GENERATION, self._shares(load, dtype, gpu.flops_16), load=load, exchanges=exchanges)
+
+    def _gpu(self, load: Load, dtype: Dtype, exchanges: Sequence[Exchange], near: int) -> Gpu:
+        """What was reached, in place of a data sheet's peaks."""
         peak = float(load.gemm[dtype].rates().max())
-        gpu = Gpu(
+        sends = [one for one in exchanges if one.kind == "send"]
+        link = max((one.bytes_s for one in sends if one.nodes == 1), default=math.inf)  # alone: nobody to send to
+        return Gpu(
             memory=self.memory if self.device == "cuda" else self.memory / near,
             bandwidth=max(moved / seconds for moved, seconds in load.memory),
             flops_16=peak,
             flops_8=peak,
-            link=0.0,  # collectives are looked up
-            network=0.0,
+            link=link,
+            network=max((one.bytes_s for one in sends if one.nodes > 1), default=link),
             linked=self.ranks_per_node,
         )
-        return Measured(gpu, GENERATION, self._shares(load, dtype, peak), load=load, exchanges=exchanges)
 
     def _shares(self, load: Load, dtype: Dtype, peak: float) -> Shares:
         attention = dict.fromkeys(KERNELS, load.attention[dtype] / peak)
+        whole = {GENERATION: 1.0}
+        reached = Shares(gemm=whole, attention=attention, link=whole, network=1.0, memory=1.0)
         if self.device == "cuda":
-            return Shares(gemm={GENERATION: 1.0}, attention=attention)
+            return reached
         # host and device are one: what an operation takes to start is all there is, and nothing runs beside it
-        return Shares(
-            gemm={GENERATION: 1.0},
-            attention=attention,
+        return replace(
+            reached,
             kernel_s=load.memory[0][1],
             layer_s=0.0,
             expert_layer_s=0.0,

@@ -11,6 +11,9 @@ import pytest
 
 from megarl.config import Layout
 from megarl.layout import (
+    KNOWN,
+    Ask,
+    Counts,
     Decoder,
     Dtype,
     Exchange,
@@ -18,18 +21,17 @@ from megarl.layout import (
     Layer,
     Load,
     Products,
-    Request,
     Table,
     Training,
+    Work,
     gated_mlp,
     grouped_attention,
     read_table,
-    search,
     step_time,
+    trainings,
     write_table,
 )
 from megarl.simulator import measured
-from tests.unit.test_layout_search import QWEN3_8B, shape_of
 
 ROWS, WIDTHS = [64, 1024], [128, 512, 2048]
 LATENCY_S, BYTES_PER_S = 1e-4, 1e9
@@ -65,7 +67,7 @@ def table(device: str = "cpu", ranks_per_node: int = 4, more: list[Exchange] | N
         times = max(1.0, ranks / 2)
         gemm: dict[Dtype, Products] = {"fp32": products(times), "bf16": products(2 * times)}
         loads.append(Load(ranks, gemm, {"fp32": 2e9 / times, "bf16": 1e9 / times}, memory))
-    return Table("a machine", device, 8e9, ranks_per_node, loads, [*exchanges, *(more or [])])  # type: ignore[arg-type]
+    return Table("a machine", device, 80e9, ranks_per_node, loads, [*exchanges, *(more or [])])  # type: ignore[arg-type]
 
 
 def test_products_are_as_measured_and_between_them() -> None:
@@ -93,8 +95,8 @@ def test_memory_is_as_measured_without_the_start_of_an_operation() -> None:
 def test_a_machine_is_as_busy_as_the_job_makes_it() -> None:
     one, two, three, four = (table().machine(ranks, "fp32").gemm_s(64, 128, 128, "fp32") for ranks in (1, 2, 3, 4))
     assert one == two == pytest.approx(three / 2) == pytest.approx(four / 2)
-    assert table().machine(2).gpu.memory == 4e9, "ranks of a CPU share the node's memory"
-    assert table("cuda").machine(2).gpu.memory == 8e9
+    assert table().machine(2).gpu.memory == 40e9, "ranks of a CPU share the node's memory"
+    assert table("cuda").machine(2).gpu.memory == 80e9
 
 
 def test_collectives_are_lines_through_the_measured_points() -> None:
@@ -132,6 +134,7 @@ def test_groups_on_several_nodes_have_their_own_measurements() -> None:
 def test_ranks_that_were_measured_alone_are_no_job() -> None:
     alone = Table("a machine", "cpu", 8e9, 1, table().loads[:1], [])
     assert alone.machine(1).collective_s(1e6, 1, 1) == 0
+    assert table().machine(2).link_bytes_s == pytest.approx(BYTES_PER_S)
     with pytest.raises(ValueError, match="is of one node of 1 ranks, not of 2"):
         alone.machine(2)
 
@@ -158,11 +161,10 @@ def test_a_step_is_predicted_from_it() -> None:
     assert steps[2, 2].seconds > steps[2, 1].seconds > one.seconds / 2
 
 
-def test_layouts_are_searched_on_it(tmp_path: Path) -> None:
-    config = QWEN3_8B | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 1000}
-    found = search(Request(shape_of(tmp_path, config), table("cuda").machine(4), 4, 512, 8))
-    assert found.ranked[0].step.seconds > 0
-    assert {choice.training.layout.tensor for choice in found.ranked} == {1, 2, 4}
+def test_layouts_are_searched_on_it() -> None:
+    found = trainings(Ask(KNOWN["qwen3-0.6b"], table("cuda").machine(4), 4, Work((512,) * 8, 40_000)), Counts())
+    assert found[0].seconds > 0
+    assert {one.training.layout.tensor for one in found} == {1, 2, 4}
 
 
 def test_a_table_is_kept_as_it_is(tmp_path: Path) -> None:
