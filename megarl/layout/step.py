@@ -233,13 +233,20 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
         ahead, back = once, 2 * once
     else:
         flops = pairs * (attention.key + attention.value)
+        if software.packed and layout.context > 1:  # a rank's queries and keys make no triangle
+            flops *= 2
         ahead = flops / peak
         back = 2.5 * ahead / 0.8
     kv = attention.kv_heads / min(layout.tensor, attention.kv_heads) * (attention.key + attention.value)
-    kv *= training.element_bytes * tokens
+    kv *= training.element_bytes * tokens * layout.context
+    if software.packed:
+        own = training.element_bytes * tokens * heads * (attention.key + attention.value)
+        around = rope + machine.memory_s(2 * (own + kv))
+        gather = 2 * machine.collective_s(kv / 2, layout.context, layout.tensor)
+        return Cost(attention=ahead, memory=around, tensor=gather), Cost(attention=back, memory=around, tensor=gather)
     ring = 0.0
     if layout.context > 1:  # keys and values go round, beside the products
-        one = machine.collective_s(kv * layout.context, layout.context, layout.tensor)
+        one = machine.collective_s(kv, layout.context, layout.tensor)
         ring = max(0.0, one - machine.shares.overlap * ahead)
     return Cost(attention=ahead, memory=rope, tensor=ring), Cost(attention=back, memory=rope, tensor=2 * ring)
 

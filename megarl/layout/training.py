@@ -28,6 +28,9 @@ class Software:
     """Norms in one pass over memory; else in 32 bits, operation by operation."""
     fused_mlp: bool = True
     """Activations and rotary positions in one pass."""
+    packed: bool = False
+    """Attention copies the queries, keys and values of each sequence, with those keys and values that other
+    context-parallel ranks have, and puts its output in order again; it masks what a kernel's triangle does not."""
     tensor_overlap: bool = True
     """Tensor-parallel collectives run beside the matrix products that they feed."""
     data_overlap: bool = True

@@ -29,6 +29,7 @@ class Plan(JsonFile):
 
 
 class Measured(JsonFile):
-    """Seconds of each step, by layout."""
+    """Seconds of each step, by layout; `others` is the share of the cores that other programs had meanwhile."""
 
     seconds: dict[str, list[float]]
+    others: float

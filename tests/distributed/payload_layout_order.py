@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -31,6 +32,7 @@ def main(file: str) -> None:
     plan, info = Plan.read(Path(file)), rank_info()
     control = connect(info, DEADLINE_S)
     init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
+    start, busy, own = time.perf_counter(), busy_s(), time.process_time()
     table = calibrate(info, control, CPU)
     dist.destroy_process_group()
     store, seconds = control.torch_store(), {}
@@ -47,10 +49,18 @@ def main(file: str) -> None:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
         control.barrier(name)
+    ours = sum(control.allgather(time.process_time() - own, float, what="seconds on cores"))
     if info.rank == 0:
+        others = (busy_s() - busy - ours) / (time.perf_counter() - start) / psutil.cpu_count()
         write_table(plan.out / "table.json", table)
-        Measured(seconds).write(plan.out / "measured.json")
+        Measured(seconds, max(others, 0.0)).write(plan.out / "measured.json")
     control.close()
+
+
+def busy_s() -> float:
+    """Seconds that all cores together have been busy since the machine's start."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - times.iowait - times.guest - times.guest_nice
 
 
 def step_seconds(plan: Plan, case: Case) -> list[float]:

@@ -165,3 +165,48 @@ def test_the_parts_are_the_step() -> None:
     parts = (found.work.seconds, found.bubble, found.pipeline, found.data, found.optimizer, found.host)
     assert found.seconds == pytest.approx(sum(parts))
     assert min(parts[:5]) > 0
+
+
+def test_32_bits_are_twice_the_bytes() -> None:
+    half, full = (
+        step_time(training(8, tensor=2, pipeline=2, sequence_parallel=True, precision=name), H100)
+        for name in ("bf16", "fp32")
+    )
+    assert full.work.tensor == pytest.approx(2 * half.work.tensor)
+    assert full.pipeline == pytest.approx(2 * half.pipeline)
+    count = decoder().parameters / 4  # of each of two copies of a quarter of the model
+    scatter, gather = (H100.collective_s(4.0 * count, 2, 2) for _ in range(2))
+    assert full.data == pytest.approx(scatter + gather, rel=0.05)
+    assert half.data == pytest.approx(0.75 * full.data, rel=0.05)
+
+
+def test_packed_attention_gathers_keys_and_makes_whole_squares_of_them() -> None:
+    ring, packed = (
+        step_time(
+            training(2, context=2, software=Software(tensor_overlap=False, data_overlap=False, packed=flag)), H100
+        ).work
+        for flag in (False, True)
+    )
+    assert packed.attention == pytest.approx(2 * ring.attention)
+    one = H100.collective_s(2.0 * 4096 * 8 * 128, 2, 1)  # keys of a micro-batch, and as many values
+    assert packed.tensor == pytest.approx(64 * LAYERS * (2 + 2) * one)
+    alone = Software(tensor_overlap=False, data_overlap=False, packed=True)
+    assert step_time(training(software=alone), H100).work.attention == pytest.approx(ring.attention * 2)
+
+
+def test_what_is_not_fused_passes_over_memory() -> None:
+    """Gradients of a micro-batch are read, and those before them read and written; Adam has eight operations."""
+    count, fused = decoder().parameters, step_time(training(), H100)
+    apart = Software(tensor_overlap=False, data_overlap=False, fused_gradients=False, fused_adam=False)
+    found = step_time(training(software=apart), H100)
+    assert found.work.memory - fused.work.memory == pytest.approx(64 * H100.memory_s((2.0 + 8.0) * count))
+    assert found.optimizer / fused.optimizer == pytest.approx((34 + 64) / 34)
+
+
+def test_a_collective_that_waits_gathers_the_input_again() -> None:
+    apart = Software(tensor_overlap=False, data_overlap=False, asynchronous=False)
+    found = [step_time(training(2, tensor=2, software=one), H100).work for one in (training().software, apart)]
+    blocks = 2 * LAYERS + 0.5
+    assert found[1].tensor - found[0].tensor == pytest.approx(
+        64 * blocks * H100.collective_s(2.0 * 4096 * HIDDEN, 2, 1)
+    )
