@@ -9,7 +9,8 @@
 Start it as a run will be started, on as many ranks of a node, with the same OMP_NUM_THREADS (1 if you set none). It
 takes about a minute without an engine; nothing else should run meanwhile. Everything is measured while 1, 2, 4, ...
 ranks of a node do the same at once, since ranks of a CPU share its cores and its memory. Seconds are medians of
-repeated intervals, and means over the ranks.
+repeated intervals, and means over the ranks. Those of a CPU's operations are its seconds on a core, times how many
+threads of the ranks there are for a core, so that other programs' use of the cores does not count.
 
 Products are in float32 and bfloat16, attention is torch's, collectives are torch's over NCCL or gloo. --engine starts
 one engine of one rank with a Hugging Face model and asks it for responses (tools/bench/engine_table.py); the table can
@@ -29,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ from megarl.runtime import (  # noqa: E402
 from tools.bench.engine_table import measure_engines  # noqa: E402
 
 DEADLINE_S = 900.0
-INTERVAL_S, REPEATS = 0.03, 3
+INTERVAL_S, REPEATS, MOST_CALLS = 0.03, 3, 300
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ROWS = {"cpu": (64, 256, 1024), "cuda": (256, 2048, 16384)}
 """Beyond the largest sizes, products are as fast as those."""
@@ -82,6 +84,7 @@ def main() -> None:
 
 def run(file: Path, engine: Path | None = None) -> None:
     """One rank of a job that does nothing else."""
+    warnings.filterwarnings("ignore", "`torch.distributed")  # newer torch has other names for some collectives
     info = rank_info()
     control, device = connect(info, DEADLINE_S), choose_device(info)
     if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
@@ -104,10 +107,13 @@ def calibrate(info: RankInfo, control: ControlPlane, device: torch.device, *, in
     """
     if set(control.allgather(info.ranks_per_node, int, what="ranks of nodes")) != {info.ranks_per_node}:
         raise ValueError("nodes have unequal numbers of ranks; start as many on each")
+    allowed = control.allgather(sorted(os.sched_getaffinity(0)), list[int], what="cores")
+    node = info.rank - info.local_rank
     loads, exchanges = [], []
     for count in rising(info.ranks_per_node):
         ranks = [rank for rank in range(info.world) if rank % info.ranks_per_node < count]
-        bench = Bench(ranks, device, interval_s)
+        cores = {core for one in allowed[node : node + count] for core in one}
+        bench = Bench(ranks, device, max(1.0, count * torch.get_num_threads() / len(cores)), interval_s)
         if info.rank in ranks:
             loads.append(measure_load(bench, count))
         if len(ranks) > 1:
@@ -129,46 +135,50 @@ def calibrate(info: RankInfo, control: ControlPlane, device: torch.device, *, in
 
 
 class Bench:
-    """Measures on some `ranks` at once; the others only help to make groups."""
+    """Measures on some `ranks` at once; the others only help to make groups. `sharing` of them share a core."""
 
-    def __init__(self, ranks: list[int], device: torch.device, interval_s: float) -> None:
+    def __init__(self, ranks: list[int], device: torch.device, sharing: float, interval_s: float) -> None:
         self.ranks, self.device, self._interval_s = ranks, device, interval_s
-        self._group = dist.new_group(ranks)
+        self._group, self._gpu = dist.new_group(ranks), device.type == "cuda"
+        # the seconds of this thread on a core, however long it waited for one
+        self._clock, self._sharing = (time.perf_counter, 1.0) if self._gpu else (time.thread_time, sharing)
+        self._batch = 10 if self._gpu else 1  # to wait for a GPU takes as long as to start some kernels
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Of one call, while all ranks go on with theirs for the same time."""
-        batch = 10 if self.device.type == "cuda" else 1  # to wait for a GPU takes as long as to start some kernels
+        """Of one call, while all ranks go on with theirs."""
         work()
         found = []
         for _ in range(REPEATS):
             self._meet()
-            calls, start = 0, time.perf_counter()
-            while not calls or time.perf_counter() - start < self._interval_s:
-                for _ in range(batch):
-                    work()
-                self._wait()
-                calls += batch
-            found.append((time.perf_counter() - start) / calls)
-        return self._mean(statistics.median(found))
+            calls, start = 0, self._clock()
+            while not calls or self._clock() - start < self._interval_s:
+                self._run(work)
+                calls += self._batch
+            found.append((self._clock() - start) / calls)
+        return self._mean(self._sharing * statistics.median(found))
 
     def seconds_together(self, work: Callable[[], Any]) -> float:
         """Of one call of a collective, which all ranks make equally often."""
         work()
+        found: list[float] = []
         self._meet()
-        start = time.perf_counter()
-        work()
-        self._wait()
-        first = torch.tensor(time.perf_counter() - start, device=self.device)
+        self._time(work, found)
+        first = torch.tensor(found[0], device=self.device)
         dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)
-        calls, found = min(max(int(self._interval_s / first.item()), 1), 100), []
-        for _ in range(REPEATS):
-            self._meet()
-            start = time.perf_counter()
-            for _ in range(calls):
-                work()
-            self._wait()
-            found.append((time.perf_counter() - start) / calls)
-        return self._mean(statistics.median(found))
+        times = REPEATS * self._interval_s / first.item() / self._batch
+        for _ in range(min(max(int(times), REPEATS), MOST_CALLS)):
+            self._time(work, found)
+        return self._mean(statistics.median(found[1:]))
+
+    def _time(self, work: Callable[[], Any], found: list[float]) -> None:
+        start = time.perf_counter()
+        self._run(work)
+        found.append((time.perf_counter() - start) / self._batch)
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        for _ in range(self._batch):
+            work()
+        self._wait()
 
     def _meet(self) -> None:
         self._wait()
@@ -176,7 +186,7 @@ class Bench:
         self._wait()
 
     def _wait(self) -> None:
-        if self.device.type == "cuda":
+        if self._gpu:
             torch.cuda.synchronize(self.device)
 
     def _mean(self, seconds: float) -> float:

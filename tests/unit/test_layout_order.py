@@ -13,8 +13,8 @@ def step(seconds: float) -> Step:
 
 
 def test_the_right_order_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    measured = {"tp2": [1.0, 1.1, 9.0], "dp2": [0.6, 0.5, 0.7], "1 rank": [1.2, 1.1, 1.2]}
-    code = report(measured, {"tp2": step(2.2), "dp2": step(0.6), "1 rank": step(1.8)})
+    measured = {"tp2": [1.1, 1.0, 9.0], "dp2": [0.7, 0.6, 0.7], "1 rank": [1.2, 1.3, 1.2]}
+    code = report(measured, {"tp2": step(2.0), "dp2": step(0.6), "1 rank": step(1.8)})
     lines = capsys.readouterr().out.splitlines()
     assert code == 0, "tp2 and one rank are too near to each other to tell"
     assert [line.split("  ")[0] for line in lines[1:4]] == ["dp2", "tp2", "1 rank"]

@@ -9,7 +9,8 @@ a random Llama model. `megarl.layout` predicts these from the machine's table an
 fitted to a measured step.
 
 Columns:
-  measured    seconds of a step, the median after a first one;  least, most: of the others
+  measured    seconds of a step, the least after a first one, as whatever else runs can only add to it
+  median, most  of those steps
   predicted   seconds;  error: of them, relative to the measured ones
   where       what most of the predicted seconds go to
 
@@ -129,22 +130,22 @@ def predict(model: Path, case: Case, table: Table) -> Step:
 
 def report(measured: dict[str, list[float]], steps: dict[str, Step]) -> int:
     """Print the table and the headline; returns the exit code."""
-    print(f"{'layout':20}{'ranks':>6}{'measured':>10}{'least':>8}{'most':>8}{'predicted':>11}{'error':>8}  where")
-    middle = {name: statistics.median(seconds) for name, seconds in measured.items()}
-    errors = {name: steps[name].seconds / middle[name] - 1 for name in middle}
-    for name in sorted(middle, key=lambda one: middle[one]):
+    print(f"{'layout':20}{'ranks':>6}{'measured':>10}{'median':>8}{'most':>8}{'predicted':>11}{'error':>8}  where")
+    least = {name: min(seconds) for name, seconds in measured.items()}
+    errors = {name: steps[name].seconds / least[name] - 1 for name in least}
+    for name in sorted(least, key=lambda one: least[one]):
         print(
-            f"{name:20}{CASES[name].ranks:6}{middle[name]:10.3f}{min(measured[name]):8.3f}{max(measured[name]):8.3f}"
+            f"{name:20}{CASES[name].ranks:6}{least[name]:10.3f}{statistics.median(measured[name]):8.3f}{max(measured[name]):8.3f}"
             f"{steps[name].seconds:11.3f}{errors[name]:8.1%}  {largest(steps[name])}"
         )
-    pairs = [(a, b) for a, b in itertools.permutations(middle, 2) if middle[b] >= SEPARATED * middle[a]]
+    pairs = [(a, b) for a, b in itertools.permutations(least, 2) if least[b] >= SEPARATED * least[a]]
     wrong = [(a, b) for a, b in pairs if steps[b].seconds <= steps[a].seconds]
     for faster, slower in wrong:
         print(f"wrong: {faster} is faster than {slower}")
-    correlation = spearman([middle[name] for name in middle], [steps[name].seconds for name in middle])
+    correlation = spearman([least[name] for name in least], [steps[name].seconds for name in least])
     sizes = [abs(error) for error in errors.values()]
     print(
-        f"layouts={len(middle)} separated_pairs={len(pairs)} right={len(pairs) - len(wrong)}"
+        f"layouts={len(least)} separated_pairs={len(pairs)} right={len(pairs) - len(wrong)}"
         f" rank_correlation={correlation:.3f} error_median={statistics.median(sizes):.3f} error_max={max(sizes):.3f}"
     )
     return 1 if wrong else 0
