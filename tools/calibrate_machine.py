@@ -70,7 +70,7 @@ SEQUENCE, HEADS, HEAD_DIM = {"cpu": 512, "cuda": 4096}, 8, 64
 ELEMENTS = {"cpu": (16, 1 << 14, 1 << 18, 1 << 22), "cuda": (16, 1 << 16, 1 << 22, 1 << 26)}
 SPREAD_BYTES = 1 << 27
 """More than caches hold."""
-SENT = {"cpu": (1 << 12, 1 << 18, 1 << 22), "cuda": (1 << 14, 1 << 22, 1 << 27)}
+SENT = {"cpu": (1 << 12, 1 << 18, 1 << 22, 1 << 25), "cuda": (1 << 14, 1 << 22, 1 << 27)}
 """Bytes."""
 
 
