@@ -53,11 +53,11 @@ CASES = {
     "tp2": Case(2, {"tensor": 2}),
     "pp2": Case(2, {"pipeline": 2}),
     "dp2": Case(2, {}),
-    "tp2 dp2": Case(4, {"tensor": 2}),
+    "tp4": Case(4, {"tensor": 4}),
     "cp2": Case(2, {"context": 2}),
     "dp2, recompute": Case(2, {"recompute": "full"}),
     "pp2, two at once": Case(2, {"pipeline": 2}, micro_batch=2),
-    "tp4": Case(4, {"tensor": 4}),
+    "tp2 dp2": Case(4, {"tensor": 2}),
     "pp2 dp2": Case(4, {"pipeline": 2}),
     "dp4": Case(4, {}),
 }
