@@ -213,7 +213,7 @@ class Measured(Machine):
     def _products(self, precision: Precision) -> Products:
         if precision not in self.load.gemm:
             raise ValueError(f"products in {precision} were not measured")
-        return self.load.gemm[precision]  # type: ignore[index]
+        return self.load.gemm[precision]
 
     def _rate(self, sizes: tuple[float, float, float], precision: Precision) -> float:
         """FLOPs a second; of sizes outside of the measured ones, that of the nearest."""
