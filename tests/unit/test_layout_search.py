@@ -170,7 +170,11 @@ def test_the_impossible_is_refused_with_what_would_do() -> None:
     with pytest.raises(ValueError, match="over 16 GPUs: .*tensor: 5 does not divide the model's attention heads"):
         search(request(EQUAL, fixed={"tensor": 5}))
     with pytest.raises(ValueError, match="not with engines that hold the model and the longest response"):
+        search(request(rollouts(), fixed={"placement": "colocated", "mem_fraction_static": 0.1}))
+    with pytest.raises(ValueError, match="no engines can be made of 16 GPUs"):
         search(request(rollouts(), fixed={"tensor_parallel": 3}))
+    with pytest.raises(ValueError, match=r"without mode\.interrupt needs GPUs of its own"):
+        search(request(rollouts(max_lag=1), fixed={"placement": "colocated"}))
 
 
 def test_better_plans_come_first() -> None:

@@ -52,7 +52,7 @@ def test_it_prints_a_table() -> None:
     done = tune(*GRPO, "--top", "3", "--fix", "tensor=2")
     assert not done.returncode, done.stderr
     said = done.stdout.splitlines()
-    assert "8.2e9 parameters" in said[0]
+    assert "8.2B parameters (8.2B active)" in said[0]
     assert "training layouts" in said[1]
     assert "engines timed" in said[2]
     assert said[4].split()[:5] == ["step", "rollout", "score", "update", "publish"]
