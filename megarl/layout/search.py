@@ -227,7 +227,9 @@ class _Joint:
 
     def _disaggregated(self) -> None:
         request, fraction = self.request, self._fraction(0.0)
-        for train in self._splits() if fraction is not None else ():
+        if fraction is None:
+            return
+        for train in self._splits():
             self.splits += 1
             rest = request.gpus - train
             engines = [self._serving(tensor, rest, fraction) for tensor in self._tensors(rest)]
@@ -352,13 +354,14 @@ def planned(request: Request, choice: Choice) -> Choice:
 
 def _impossible(request: Request, *, engines: bool) -> str:
     """What is missing (`engines`: some were possible), and the fewest GPUs of those tried on which something fits."""
-    have = request.ask(request.gpus).room / 1e9
-    least = least_bytes(request.ask(request.gpus))
+    gpus = int(request.fixed.get("train_ranks", request.gpus))
+    have = request.ask(gpus).room / 1e9
+    least = least_bytes(request.ask(gpus))
     if least is None:
         given = {name: value for name, value in request.fixed.items() if name in Layout.model_fields}
-        problems = layout_problems(Layout.model_validate(given), request.shape, request.gpus)
+        problems = layout_problems(Layout.model_validate(given), request.shape, gpus)
         why = "; ".join(problems) or "take another number of them, or fix less"
-        return f"no layout divides the model over {request.gpus} GPUs: {why}"
+        return f"no layout divides the model over {gpus} GPUs: {why}"
     if least / 1e9 <= have and not engines:
         return (
             f"no engines can be made of {request.gpus} GPUs beside those that train: they must divide them, the nodes"
@@ -367,7 +370,7 @@ def _impossible(request: Request, *, engines: bool) -> str:
         )
     if least / 1e9 <= have:
         return (
-            f"training alone fits on {request.gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"
+            f"training alone fits on {gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"
             " engines that hold the model and the longest response; take more nodes, or fix less"
         )
     text = f"no layout fits: the smallest needs {least / 1e9:.0f} GB on a GPU, which has {have:.0f} GB"
