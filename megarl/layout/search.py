@@ -45,6 +45,8 @@ MOST_SPLITS = 12
 KEPT, FAR = 32, 1.5
 """Plans that are ranked, of each kind one, and how many times longer than the best they take at most."""
 OF_EACH_SPLIT = 4
+NEGLIGIBLE = 2e-4
+"""Share of a step for which publications are not planned: of the largest models that takes seconds."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times more are tried where nothing fits."""
 
@@ -334,9 +336,9 @@ class _Joint:
 
 
 def planned(request: Request, choice: Choice) -> Choice:
-    """With the publication's time by the reshard plan of this very choice; loads torch."""
+    """With the publication's time by the reshard plan of this very choice, unless it is negligible; loads torch."""
     serving, rollouts = choice.serving, request.work.rollouts
-    if serving is None or rollouts is None:
+    if serving is None or rollouts is None or choice.phases.publish < NEGLIGIBLE * choice.seconds:
         return choice
     first = choice.train_gpus if choice.placement == "disaggregated" else 0
     seconds = planned_s(
