@@ -1,7 +1,8 @@
 """Parallel layouts: what each rank holds and how long a step takes, from the model's sizes, without a GPU."""
 
+from megarl.layout.activations import layer_bytes
 from megarl.layout.machine import GENERATIONS, Machine, Shares
-from megarl.layout.memory import Memory, fits, layer_bytes, memory
+from megarl.layout.memory import Memory, fits, memory
 from megarl.layout.model import (
     Attention,
     Decoder,
@@ -16,13 +17,14 @@ from megarl.layout.model import (
     latent_attention,
 )
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
-from megarl.layout.search import MEGARL, Choice, Request, Search, search
+from megarl.layout.search import Choice, Request, Search, search
 from megarl.layout.step import Cost, Step, step_time
-from megarl.layout.training import Kernel, Precision, Software, Training
+from megarl.layout.training import MEGARL, MEGARL_CPU, Kernel, Precision, Software, Training
 
 __all__ = [
     "GENERATIONS",
     "MEGARL",
+    "MEGARL_CPU",
     "Attention",
     "Choice",
     "Cost",

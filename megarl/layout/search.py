@@ -17,10 +17,7 @@ from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL, Memory, memory
 from megarl.layout.model import Decoder, decoder
 from megarl.layout.step import Step, step_time
-from megarl.layout.training import Software, Training
-
-MEGARL = Software(kernel="flash2", fused_mlp=False, tensor_overlap=False, send_once=False, chunked_logits=True)
-"""How megarl trains: torch's attention, norms in one kernel, activations and rotary positions not, logits in parts."""
+from megarl.layout.training import MEGARL, Software, Training
 
 Recompute = Literal["none", "selective", "full"]
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
