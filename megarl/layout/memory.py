@@ -78,11 +78,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     if again:
         working += max((one for one, n in zip(kept, stage.layers, strict=True) if n), default=0.0)
     if stage.last:
-        outputs = 1.0 if decoder.head else decoder.padded_vocab(layout.tensor)
-        outputs /= 1 if software.gathered_logits else layout.tensor
-        logits = software.logit_bytes * training.tokens * outputs
-        logits = min(logits, LOGIT_CHUNK_BYTES) if software.chunked_logits else logits
-        working = max(working, logits + 2 * hidden_bytes(training))
+        working = max(working, _output_bytes(training) + 2 * hidden_bytes(training))
     if training.sharding == "full":  # two layers are gathered at a time, and one's gradient is whole
         largest = max(kind.parameters(layout.tensor) for kind in decoder.kinds)
         working += 2.0 * 2 * largest + 4.0 * largest
@@ -107,3 +103,14 @@ def _under_way(training: Training, number: int) -> float:
     if layout.interleave == 1:
         return min(most, layout.pipeline - number)
     return min(most, 2 * (layout.pipeline - number - 1) + (layout.interleave - 1) * layout.pipeline + 1)
+
+
+def _output_bytes(training: Training) -> float:
+    """Of logits and their loss; in parts, they make the gradient of a whole matrix in 32 bits, and cast it."""
+    decoder, software, tensor = training.decoder, training.software, training.layout.tensor
+    outputs = 1.0 if decoder.head else decoder.padded_vocab(tensor)
+    logits = software.logit_bytes * training.tokens * outputs / (1 if software.gathered_logits else tensor)
+    if decoder.head or not software.chunked_logits:
+        return logits
+    gradient = 4.0 if training.precision == "fp32" else 6.0
+    return min(logits, LOGIT_CHUNK_BYTES) + gradient * outputs * decoder.hidden / tensor
