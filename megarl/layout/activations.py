@@ -123,24 +123,26 @@ def _mlp_elements(training: Training, mlp: Mlp) -> float:
 
 
 def _attention_bytes(training: Training, attention: Attention) -> float:
-    software, layout, width = training.software, training.layout, _width(training)
-    tokens, heads, kv_heads = training.tokens, attention.heads / layout.tensor, attention.kv_heads_of(layout.tensor)
-    query, key, value = heads * attention.key, kv_heads * attention.key, kv_heads * attention.value
-    selective = layout.recompute == "selective"
-    elements = 0.0
-    total = _core_bytes(training, attention)
-    if attention.latent:
-        latent = tokens * attention.norms / layout.tensor
-        total += _norm_bytes(training, latent) + _low(training) * width * latent
-    elif attention.norms:
-        total += _norm_bytes(training, tokens * (query + key))
-    if attention.norms and not attention.latent and not software.fused_norm and width == 4:
-        # the norms' inputs are views of what one linear layer returns; queries may have to be copied
-        elements += value + (query if 1 < kv_heads < heads else 0.0)
-    elif software.packed and selective and not attention.latent:  # values are such a view
-        elements += query + key
+    software, tensor, width = training.software, training.layout.tensor, _width(training)
+    tokens, kv_heads = training.tokens, attention.kv_heads_of(tensor)
+    query, key = attention.heads / tensor * attention.key, kv_heads * attention.key
+    total, elements = _core_bytes(training, attention), 0.0
     if attention.rotary and not software.fused_mlp:  # sines and cosines, for queries and for keys
         elements += 4 * attention.rotated
+    if attention.latent:
+        latent = tokens * attention.norms / tensor
+        return total + _norm_bytes(training, latent) + width * (_low(training) * latent + tokens * elements)
+    # what may be kept as views of all that the first linear layer returns, which ranks that outnumber keys gather
+    whole = attention.linears[0].outputs / (1 if attention.kv_heads < tensor else tensor)
+    views = 0.0
+    if attention.norms:
+        total += _norm_bytes(training, tokens * (query + key))
+        if not software.fused_norm and width == 4:  # queries of several groups have to be copied
+            views += key if 1 < kv_heads < attention.heads / tensor else query + key
+    if software.packed and training.layout.recompute == "selective":
+        views += kv_heads * attention.value
+    if views:
+        elements += whole - views
     return total + width * tokens * elements
 
 

@@ -28,17 +28,22 @@ FAMILIES = {
     "qwen3": SIZES | {"num_key_value_heads": 4},
     "qwen3_moe": EXPERTS | {"num_key_value_heads": 4},
     "deepseek_v3": EXPERTS | {"num_key_value_heads": 8, "n_group": 1},
+    "gpt_oss": SIZES | {"num_key_value_heads": 4},
+    "gemma3": SIZES | {"num_key_value_heads": 2},
 }
 CASES: dict[int, dict[str, Case]] = {
     1: {
         "qwen3": Case("qwen3"),
         "llama bf16": Case("llama", dtype="bfloat16"),
         "llama selective": Case("llama", {"recompute": "selective"}),
+        "qwen3 selective": Case("qwen3", {"recompute": "selective"}),
         "qwen3 bf16 selective": Case("qwen3", {"recompute": "selective"}, dtype="bfloat16", micro_batch=3),
         "llama bf16 full": Case("llama", {"recompute": "full"}, dtype="bfloat16"),
         "qwen3 critic, long": Case("qwen3", sequence=512, micro_batch=1, head="critic"),
         "mixture bf16": Case("qwen3_moe", dtype="bfloat16"),
         "latent": Case("deepseek_v3"),
+        "gpt-oss bf16": Case("gpt_oss", dtype="bfloat16"),
+        "gemma3 bf16": Case("gemma3", dtype="bfloat16"),
     },
     2: {
         "qwen3 data 2 bf16": Case("qwen3", dtype="bfloat16"),
@@ -51,6 +56,7 @@ CASES: dict[int, dict[str, Case]] = {
         "latent tensor 2, expert 2": Case("deepseek_v3", {"tensor": 2, "expert": 2}),
     },
     4: {
+        "gemma3 tensor 4, for 2 keys": Case("gemma3", {"tensor": 4}),
         "llama pipeline 4": Case("llama", {"pipeline": 4}, micro_batches=6),
         "qwen3 tensor 2, pipeline 2 bf16": Case("qwen3", {"tensor": 2, "pipeline": 2}, dtype="bfloat16"),
         "llama tensor 2, context 2, selective": Case("llama", {"tensor": 2, "context": 2, "recompute": "selective"}),
@@ -103,24 +109,22 @@ def predicted(case: Case, ranks: int, model: Path) -> list[Memory]:
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_each_rank_has_what_is_predicted(
-    name: str, measured: dict[str, list[Bytes]], models: dict[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_rank_has_what_is_predicted(name: str, measured: dict[str, list[Bytes]], models: dict[str, Path]) -> None:
+    """With -s it prints each quantity in MB, predicted and measured."""
     ranks, case = EACH[name]
-    stages, wrong = predicted(case, ranks, models[case.family]), []
+    stages = predicted(case, ranks, models[case.family])
     assert {one.stage for one in measured[name]} == set(range(len(stages)))
+    errors = {}
     for rank, one in enumerate(measured[name]):
         pairs = {each: (getattr(stages[one.stage], each), getattr(one, each)) for each in QUANTITIES}
-        print(
-            f"{name}, rank {rank}, stage {one.stage}:",
-            *(f"{each} {p:.0f} {m} {p / m - 1:+.1%}" for each, (p, m) in pairs.items()),
-            sep="  ",
-        )
-        wrong += [(rank, each, *pair) for each, pair in pairs.items() if abs(pair[0] / pair[1] - 1) > MOST_OFF]
-    assert not wrong
+        words = (f"{each} {mine / 1e6:.3f} {real / 1e6:.3f}" for each, (mine, real) in pairs.items())
+        print(f"\n{name}, rank {rank} of stage {one.stage}:", ", ".join(words), end="")
+        errors |= {(rank, each): mine / real - 1 for each, (mine, real) in pairs.items()}
+    assert {where: error for where, error in errors.items() if abs(error) > MOST_OFF} == {}
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_between_steps_there_is_nothing_else(name: str, measured: dict[str, list[Bytes]]) -> None:
+def test_between_steps_there_is_little_else(name: str, measured: dict[str, list[Bytes]]) -> None:
+    """Rotary tables, and what gathers along the sequence."""
     for one in measured[name]:
-        assert one.weights + one.gradients + one.optimizer > 0.95 * one.everything
+        assert 0.9 * one.everything < one.weights + one.gradients + one.optimizer <= one.everything
