@@ -52,6 +52,9 @@ def edge_bytes(training: Training, stage: Stage, parts: float) -> float:
         last = min(last, 1.0)
     if not software.freed_outputs:
         total += (parts - last) * hidden
+    if training.micro_batches * layout.interleave > parts:
+        # the schedule still holds what was received and sent, and its gradients, of the backward pass before
+        total += (0 if stage.first else 2 * hidden) + (0 if stage.last else (2 - software.freed_outputs) * hidden)
     if layout.recompute == "full" and software.packed:  # angles of the tokens
         total += parts * 4.0 * training.tokens * max(_rotated(layer) for layer in training.decoder.kinds)
     return total

@@ -6,6 +6,7 @@ Its argument is a file with a `memory_plan.Plan`.
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,7 @@ from tests.distributed.memory_plan import Bytes, Case, Plan, Report
 from tests.distributed.payload_numerics import CPU, OPTIMIZER
 
 DEADLINE_S = 240.0
+SETTLING_S = 0.02
 
 
 def main(file: str) -> None:
@@ -101,7 +103,8 @@ class MeasuredEngine(ModelEngine):
         return batches
 
     def look(self, *_: Any) -> None:
-        self.kept = max(self.kept, self.live.bytes)
+        if self.measure:
+            self.kept = max(self.kept, self.live.settled_bytes())
 
     def loss(self, batch: MicroBatch, first: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         total = (first * batch.mask).sum()
@@ -144,9 +147,13 @@ class Live(TorchDispatchMode):
         super().__init__()
         self._sizes: dict[int, int] = {}
 
-    @property
-    def bytes(self) -> int:
-        return sum(self._sizes.values())
+    def settled_bytes(self) -> int:
+        """When gloo's threads have let go of what they sent."""
+        before, now = -1, sum(self._sizes.values())
+        while now != before:
+            time.sleep(SETTLING_S)
+            before, now = now, sum(self._sizes.values())
+        return now
 
     def forget(self) -> None:
         """Those made so far."""

@@ -125,6 +125,6 @@ def test_each_rank_has_what_is_predicted(name: str, measured: dict[str, list[Byt
 
 @pytest.mark.parametrize("name", EACH)
 def test_between_steps_there_is_little_else(name: str, measured: dict[str, list[Bytes]]) -> None:
-    """Rotary tables, and what gathers along the sequence."""
+    """Rotary tables, batches, and what gathers along the sequence: no copy of any part."""
     for one in measured[name]:
-        assert 0.9 * one.everything < one.weights + one.gradients + one.optimizer <= one.everything
+        assert 0.8 * one.everything < one.weights + one.gradients + one.optimizer <= one.everything

@@ -67,27 +67,33 @@ def test_selective_recomputation_drops_the_scores() -> None:
 
 @pytest.mark.parametrize(("pipeline", "interleave"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
 def test_the_first_stage_keeps_all_layers_and_interleaving_adds(pipeline: int, interleave: int) -> None:
-    """Section 4.2.3: the first of p stages keeps L layers' worth, (p - 1) / (p v) more with v parts; 4.3: what else."""
+    """Section 4.2.3: the first of p stages keeps L layers' worth, (p - 1) / (p v) more with v parts. Then masks (4.3),
+    and with one stage the last norm's input and the output's, with several the gradient that was received last."""
     one = training(pipeline=pipeline, interleave=interleave, sequence_parallel=False)
     first = memory(one)[0].activations
     more = 1 + (pipeline - 1) / (pipeline * interleave) if interleave > 1 else 1.0
     states = SEQUENCE * BATCH * HIDDEN
     masks = pipeline * more * states
-    output = 4 * states if pipeline == 1 else 0
-    assert first == pytest.approx(LAYERS * more * layer_bytes(one, one.decoder.kinds[0]) + masks + output)
+    around = masks + (4 * states if pipeline == 1 else 2 * states)
+    assert first == pytest.approx(LAYERS * more * layer_bytes(one, one.decoder.kinds[0]) + around)
 
 
 def test_later_stages_keep_fewer_micro_batches() -> None:
-    """3, 2 and 1; the last one what the output needs as well."""
+    """3, 2 and 1. Beside them: of the backward pass before what was received, and two gradients; at the end that and
+    what the output needs, but one gradient less."""
     kept = [stage.activations for stage in memory(training(pipeline=4))[1:]]
-    assert kept[0] / 3 == pytest.approx(kept[1] / 2) == pytest.approx(kept[2] - SEQUENCE * BATCH * HIDDEN * 4)
+    states = SEQUENCE * BATCH * HIDDEN * 2
+    layers = [kept[0] - 3 * states, kept[1] - 3 * states, kept[2] - 4 * states]
+    assert layers[0] / 3 == pytest.approx(layers[1] / 2) == pytest.approx(layers[2])
 
 
 def test_no_more_is_kept_than_there_are_micro_batches() -> None:
     one = training(pipeline=8, gpus=8)
     assert one.micro_batches == 32
-    few = replace(one, global_batch=2)
-    assert memory(few)[0].activations == pytest.approx(memory(one)[0].activations / 8)
+    eight, few = replace(one, global_batch=16), replace(one, global_batch=2)
+    assert memory(few)[0].activations == pytest.approx(memory(eight)[0].activations / 8)
+    before = SEQUENCE * BATCH * HIDDEN * 2  # the gradient of what was sent, once backward passes have begun
+    assert memory(one)[0].activations == pytest.approx(memory(eight)[0].activations + before)
 
 
 def test_full_recomputation_keeps_inputs() -> None:
@@ -159,7 +165,7 @@ def test_what_a_stage_has_sent_stays_unless_it_is_freed() -> None:
     stays = replace(freed, software=replace(GPT2, freed_outputs=False))
     more = [b.activations - a.activations for a, b in zip(memory(freed), memory(stays), strict=True)]
     states = SEQUENCE * BATCH * HIDDEN * 2
-    assert more == [4 * states, 3 * states, 2 * states, 0]
+    assert more == [5 * states, 4 * states, 3 * states, 0], "those under way, and the one before"
 
 
 def test_logits_in_parts_want_the_hidden_states_whole() -> None:
