@@ -11,19 +11,14 @@ from tests.distributed.json_file import JsonFile
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A step of `micro_batches` on each data-parallel rank, each of `micro_batch` sequences of `sequence` tokens."""
+    """A step of `micro_batches` on each data-parallel rank, each of sequences of `lengths` tokens."""
 
     family: str
     layout: dict[str, int | str | bool] = {}
     dtype: Literal["float32", "bfloat16"] = "float32"
-    micro_batch: int = 2
+    lengths: tuple[int, ...] = (128, 128)
     micro_batches: int = 4
-    sequence: int = 128
     head: Literal["policy", "critic"] = "policy"
-
-    def sequences(self, data: int) -> int:
-        """Of the step."""
-        return data * self.micro_batch * self.micro_batches
 
 
 class Plan(JsonFile):

@@ -49,12 +49,12 @@ def run(case: Case, directory: Path, control: ControlPlane) -> list[Bytes]:
         layout,
         device=CPU,
         seed=0,
-        max_tokens_per_rank=case.micro_batch * case.sequence // layout.context,
+        max_tokens_per_rank=sum(case.lengths) // layout.context,
         optimizer=OPTIMIZER,
         updates=2,
     )
-    count = case.sequences(dist.get_world_size() // layout.model_ranks)
-    batch = [sequence(case, shape) for _ in range(count)]
+    count = case.micro_batches * dist.get_world_size() // layout.model_ranks
+    batch = [sequence(length, shape) for _ in range(count) for length in case.lengths]
     model.update(batch, model.loss)  # makes what stays from step to step
     model.measure = True
     model.update(batch, model.loss)
@@ -65,10 +65,10 @@ def run(case: Case, directory: Path, control: ControlPlane) -> list[Bytes]:
     return control.allgather(seen, Bytes, what="bytes")
 
 
-def sequence(case: Case, shape: ModelShape) -> TokenSequence:
-    """All of its tokens but the first are the response; each expert gets equally many of them."""
-    tokens = torch.arange(case.sequence + 1) % shape.vocab
-    return TokenSequence(tokens, 1, experts=even(shape.experts, case.sequence) if shape.experts else None)
+def sequence(length: int, shape: ModelShape) -> TokenSequence:
+    """With so many inputs. All of its tokens but the first are the response; each expert gets equally many of them."""
+    tokens = torch.arange(length + 1) % shape.vocab
+    return TokenSequence(tokens, 1, experts=even(shape.experts, length) if shape.experts else None)
 
 
 def even(experts: Experts, tokens: int) -> Tensor:

@@ -37,9 +37,9 @@ CASES: dict[int, dict[str, Case]] = {
         "llama bf16": Case("llama", dtype="bfloat16"),
         "llama selective": Case("llama", {"recompute": "selective"}),
         "qwen3 selective": Case("qwen3", {"recompute": "selective"}),
-        "qwen3 bf16 selective": Case("qwen3", {"recompute": "selective"}, dtype="bfloat16", micro_batch=3),
+        "qwen3 bf16 selective": Case("qwen3", {"recompute": "selective"}, dtype="bfloat16", lengths=(128, 128, 128)),
         "llama bf16 full": Case("llama", {"recompute": "full"}, dtype="bfloat16"),
-        "qwen3 critic, long": Case("qwen3", sequence=512, micro_batch=1, head="critic"),
+        "qwen3 critic, long": Case("qwen3", lengths=(512,), head="critic"),
         "mixture bf16": Case("qwen3_moe", dtype="bfloat16"),
         "latent": Case("deepseek_v3"),
         "gpt-oss bf16": Case("gpt_oss", dtype="bfloat16"),
@@ -51,7 +51,7 @@ CASES: dict[int, dict[str, Case]] = {
         "llama pipeline 2 bf16": Case("llama", {"pipeline": 2}, dtype="bfloat16"),
         "qwen3 pipeline 2 full": Case("qwen3", {"pipeline": 2, "recompute": "full"}),
         "qwen3 pipeline 2, in 2 parts": Case("qwen3", {"pipeline": 2, "interleave": 2}, micro_batches=6),
-        "qwen3 context 2": Case("qwen3", {"context": 2}),
+        "qwen3 context 2, of two lengths": Case("qwen3", {"context": 2}, lengths=(64, 192)),
         "mixture expert 2": Case("qwen3_moe", {"expert": 2}),
         "latent tensor 2, expert 2": Case("deepseek_v3", {"tensor": 2, "expert": 2}),
     },
@@ -93,14 +93,16 @@ def measured(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
 def predicted(case: Case, ranks: int, model: Path) -> list[Memory]:
     """Of each pipeline stage."""
     layout = Layout.model_validate(case.layout)
+    sequence = sum(length**2 for length in case.lengths) / sum(case.lengths)
+    micro_batch = sum(case.lengths) / sequence
     return memory(
         Training(
             decoder(read_model_shape(model, case.head)),
             layout,
             ranks,
-            case.sequence,
-            case.sequences(ranks // layout.model_ranks),
-            micro_batch=case.micro_batch,
+            sequence,
+            micro_batch * case.micro_batches * (ranks // layout.model_ranks),
+            micro_batch=micro_batch,
             precision="fp32" if case.dtype == "float32" else "bf16",
             sequence_parallel=layout.tensor > 1,
             software=MEGARL_CPU,
