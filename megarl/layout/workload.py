@@ -94,9 +94,9 @@ class Division:
 @cache
 def _divided(lengths: tuple[int, ...], ranks: int, max_tokens: int, linear: float) -> Division:
     """As the trainer divides them; of many ranks, or of many sequences, a share with its share of the other."""
-    some = min(ranks, MOST_RANKS)
     each = len(lengths) / ranks
     enough = max(MOST_A_RANK, math.ceil(2 * max_tokens * len(lengths) / sum(lengths)))
+    some = min(ranks, max(1, MOST_RANKS * MOST_A_RANK // enough))
     chosen = lengths[: max(some, round(some * min(each, enough)))]
 
     def cost(length: int) -> float:
