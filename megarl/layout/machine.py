@@ -14,7 +14,7 @@ from megarl.simulator import Gpu
 _GEMM = {"A100": 0.82, "H100": 0.67, "B200": 0.6, "B300": 0.74}
 _LINK = {"A100": 0.4, "H100": 0.5, "B200": 0.52, "B300": 0.44}
 _LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.74, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.5, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
 
 
 GENERATIONS = {
@@ -40,9 +40,13 @@ class Shares:
     low_precision: Mapping[Precision, float] = field(default_factory=lambda: dict(_LOW_PRECISION))
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
-    """Of the 16-bit peak, in the products of attention's forward pass."""
+    """Of the 16-bit peak, in the products of attention's forward pass, which are the same however a softmax is fused."""
+    older_kernel: float = 0.5
+    """Of that, where kernels that were written for the A100 run on a later GPU."""
     depth: float = 100.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
+    tail: float = 1e6
+    """A matrix product takes as long as for so many more results: the last round of its tiles leaves GPUs half empty."""
     scan: float = 0.023
     """Of the 16-bit peak, in a Mamba-2 scan."""
     memory: float = 0.7
@@ -82,7 +86,8 @@ class Machine:
         low = {"fp32": 4.0, "bf16": 2.0}.get(precision, 1.0)
         flops = 2.0 * rows * inputs * outputs * count
         moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
-        return flops * (1 + self.shares.depth / inputs) / self.flops(precision) + self.memory_s(moved)
+        more = (1 + self.shares.depth / inputs) * (1 + self.shares.tail / (count * rows * outputs))
+        return max(flops * more / self.flops(precision), self.memory_s(moved))
 
     def flops(self, precision: Precision) -> float:
         """FLOPs a second of a large product."""

@@ -51,7 +51,7 @@ def memory(training: Training) -> list[Memory]:
     layout = training.layout
     return [
         _stage(training, number, stage)
-        for number, stage in enumerate(stages(training.decoder, layout.pipeline, layout.interleave))
+        for number, stage in enumerate(stages(training.decoder, layout.pipeline, layout.interleave, training.software.listed))
     ]
 
 

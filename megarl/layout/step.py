@@ -76,7 +76,7 @@ def step_time(training: Training, machine: Machine) -> Step:
     """Seconds of one step. Raises ValueError: the GPUs cannot be divided as the layout says."""
     layout, decoder, software = training.layout, training.decoder, training.software
     each = [_layer(training, machine, kind) for kind in decoder.kinds]
-    parts = stages(decoder, layout.pipeline, layout.interleave)
+    parts = stages(decoder, layout.pipeline, layout.interleave, software.listed)
     works: list[tuple[Cost, float]] = []
     for stage in parts:
         work, launches = Cost(), 0.0
@@ -94,16 +94,31 @@ def step_time(training: Training, machine: Machine) -> Step:
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
     bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
-    sent = 2.0 * training.tokens * decoder.hidden / (layout.tensor if training.sequence_parallel else 1)
-    hop = machine.send_s(sent, training.gpus // layout.pipeline) if layout.pipeline > 1 else 0.0
     rounds = 2 * layout.interleave * (count + (layout.pipeline - 1) / layout.interleave)
     return Step(
         slowest * count,
         bubble + (longest - slowest.seconds) * count,
-        hop * rounds,
+        _hop(training, machine) * rounds,
         *_update(training, machine, longest),
         machine.shares.step_s,
     )
+
+
+def _hop(training: Training, machine: Machine) -> float:
+    """Seconds to send a micro-batch's hidden states to the next stage, beyond what computation hides.
+
+    Each tensor-parallel rank sends its part; without sequence parallelism the receivers gather them (arXiv 2104.04473,
+    section 4.1).
+    """
+    layout = training.layout
+    if layout.pipeline == 1:
+        return 0.0
+    whole = 2.0 * training.tokens * training.decoder.hidden
+    seconds = machine.send_s(whole / layout.tensor, training.gpus // layout.pipeline)
+    if not training.sequence_parallel:
+        seconds += machine.collective_s(whole, layout.tensor, 1)
+    hidden = layout.interleave > 1 and training.software.pipeline_overlap
+    return seconds * (1 - machine.shares.overlap if hidden else 1.0)
 
 
 def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
@@ -119,7 +134,7 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
         memory=_kernels(training, layer) * machine.shares.kernel_s * (0.3 if training.software.graphs else 1.0)
     )
     forward, backward = forward + starts, backward + starts * 2
-    total = forward + backward
+    total = forward + backward + Cost(memory=_accumulation_s(training, machine, layer))
     if training.light_recompute:
         total = total + _norms(training, machine, layer)[0] + Cost(memory=_activation_s(training, machine, layer.mlp))
     if training.layout.recompute == "full":
@@ -127,6 +142,15 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
         return total + Cost(attention=forward.attention)
     return total
+
+
+def _accumulation_s(training: Training, machine: Machine, layer: Layer) -> float:
+    """Seconds to write the gradients of a micro-batch, and to read and add them to those of earlier ones."""
+    if training.software.fused_gradients or training.adapters or training.sharding == "full":
+        return 0.0
+    layout = training.layout
+    count = layer.parameters(layout.tensor) + layer.expert_parameters(layout.expert, layout.expert_tensor)
+    return machine.memory_s((4.0 + 2 * training.software.gradient_bytes) * count)
 
 
 def _kernels(training: Training, layer: Layer) -> int:
@@ -165,8 +189,13 @@ def _exchange(training: Training, machine: Machine) -> tuple[Cost, Cost]:
     """
     tensor = training.layout.tensor
     one = machine.collective_s(2.0 * training.tokens * training.decoder.hidden, tensor, 1)
-    shown = 1 - machine.shares.overlap if training.software.tensor_overlap else 1.0
-    return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown)
+    shown = 1 - machine.shares.overlap
+    if training.software.tensor_overlap:
+        return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown)
+    back = 2.0
+    if training.software.backward_overlap:  # all of the all-reduce, or the scatter but not the gather before it
+        back = 1.0 + shown if training.sequence_parallel else 2 * shown
+    return Cost(tensor=2 * one), Cost(tensor=back * one)
 
 
 def _mixer(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
@@ -186,7 +215,10 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
     tokens, sequence = training.tokens, training.sequence
     seen = sequence if attention.window is None else min(sequence, 2 * attention.window)
     pairs = tokens * seen * heads
-    peak = machine.gpu.flops_16 * machine.shares.attention[software.kernel]
+    products = "unfused" if software.kernel == "fused_softmax" else software.kernel
+    peak = machine.gpu.flops_16 * machine.shares.attention[products]
+    if software.kernel != "cudnn" and machine.generation != "A100":
+        peak *= machine.shares.older_kernel
     rotated = tokens * heads * attention.key if attention.rotary else 0.0
     rope = machine.memory_s((8.0 if software.fused_mlp else 32.0) * rotated)
     if software.kernel in ("unfused", "fused_softmax"):
@@ -322,7 +354,8 @@ def _embedding(training: Training, machine: Machine) -> Cost:
 def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple[float, float]:
     """Data-parallel collectives that are not hidden, and the optimizer, of the rank with the most parameters."""
     layout, software = training.layout, training.software
-    parts = [held(training.decoder, layout, stage) for stage in stages(training.decoder, layout.pipeline)]
+    divided = stages(training.decoder, layout.pipeline, layout.interleave, software.listed)
+    parts = [held(training.decoder, layout, stage) for stage in divided]
     most = max(parts, key=lambda part: part.total)
     copies = training.data * layout.context
     expert_copies = max(1, copies * layout.tensor // (layout.expert * layout.expert_tensor))

@@ -57,10 +57,10 @@ PRECISIONS: dict[str, Precision] = {
     "fp8-mx": "mxfp8",
     "nvfp4": "fp4",
 }
-EARLY = Software(tensor_overlap=False, data_overlap=False, gradient_bytes=2)
+EARLY = Software(tensor_overlap=False, data_overlap=False, pipeline_overlap=False, gradient_bytes=2)
 PROGRAMS = {
-    "AA-Scaling": replace(EARLY, fused_norm=False, fused_mlp=False, gathered_logits=True, logit_bytes=18.0),
-    "Megatron-DeepSpeed": replace(EARLY, partition_bytes=16.0, buffer_bytes=6e9),
+    "AA-Scaling": replace(EARLY, fused_gradients=False, backward_overlap=False, fused_norm=False, fused_mlp=False, gathered_logits=True, logit_bytes=18.0, listed=(1, 2)),
+    "Megatron-DeepSpeed": replace(EARLY, fused_gradients=False, backward_overlap=False, partition_bytes=16.0, buffer_bytes=6e9),
     "Megatron-LM 2022": EARLY,
     "Megatron-LM": Software(tensor_overlap=False, data_overlap=False),
     "Megatron-Bridge": Software(gradient_bytes=2),
