@@ -61,8 +61,10 @@ class Shares:
     """Of a kernel's start and end, in which the GPU does nothing else."""
     layer_s: float = 0.0003
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
-    expert_layer_s: float = 0.002
-    """The same of a layer with experts."""
+    expert_layer_s: float = 0.001
+    """More of it for a layer with experts."""
+    expert_s: float = 5e-5
+    """More of it for each expert of the rank, whose kernels are its own."""
     routing_s: float = 0.0026
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
     overlap: float = 0.67

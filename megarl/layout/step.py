@@ -14,7 +14,7 @@ from megarl.layout.model import Attention, Layer, Linear, Mixture, Mlp, Scan
 from megarl.layout.parameters import held, stages
 from megarl.layout.training import LOW, Training
 
-UNALIGNED = 8.0
+UNALIGNED = 11.0
 """How much slower the products of unfused attention are with heads that are no multiple of 8 elements."""
 
 
@@ -79,18 +79,15 @@ def step_time(training: Training, machine: Machine) -> Step:
     parts = stages(decoder, layout.pipeline, layout.interleave, software.listed)
     works: list[tuple[Cost, float]] = []
     for stage in parts:
-        work, launches = Cost(), 0.0
+        work, host = Cost(), 0.0
         for count, cost, kind in zip(stage.layers, each, decoder.kinds, strict=True):
             work = work + cost * count
-            experts = isinstance(kind.mlp, Mixture)
-            launches += count * (machine.shares.expert_layer_s if experts else machine.shares.layer_s)
+            host += count * max(0.0, _host_s(training, machine, kind) - cost.seconds)
         if stage.last:
             work = work + _output(training, machine)
         if stage.first:
             work = work + _embedding(training, machine)
-        passes = 3 if layout.recompute == "full" else 2
-        host = 0.0 if software.graphs else passes * launches
-        works.append((work, max(work.seconds, host)))
+        works.append((work, work.seconds + host))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
     bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
@@ -102,6 +99,17 @@ def step_time(training: Training, machine: Machine) -> Step:
         *_update(training, machine, longest),
         machine.shares.step_s,
     )
+
+
+def _host_s(training: Training, machine: Machine, layer: Layer) -> float:
+    """Seconds in which the host launches the kernels of a layer's passes, if it must."""
+    if training.software.graphs:
+        return 0.0
+    shares, layout = machine.shares, training.layout
+    once = shares.layer_s
+    if isinstance(layer.mlp, Mixture):
+        once += shares.expert_layer_s + shares.expert_s * layer.mlp.count / layout.expert
+    return once * (3 if layout.recompute == "full" else 2)
 
 
 def _hop(training: Training, machine: Machine) -> float:
@@ -160,8 +168,8 @@ def _kernels(training: Training, layer: Layer) -> int:
     if layer.mixer is not None:
         count += len(layer.mixer.linears) + (4 if software.fused_mlp else 12)
         count += {"unfused": 6, "fused_softmax": 4}.get(software.kernel, 1)
-    if isinstance(layer.mlp, Mixture):
-        count += 24
+    if isinstance(layer.mlp, Mixture):  # products, and casts of low precision, expert by expert
+        count += 24 + layer.mlp.count // training.layout.expert * (6 if training.precision in LOW else 2)
     elif layer.mlp is not None:
         count += 3 if software.fused_mlp else 5
     if training.precision in LOW:
@@ -359,8 +367,10 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
     most = max(parts, key=lambda part: part.total)
     copies = training.data * layout.context
     expert_copies = max(1, copies * layout.tensor // (layout.expert * layout.expert_tensor))
-    if training.adapters:
+    if training.adapters and training.sharding != "full":
         return 0.0, 0.0
+    # a pipeline keeps what it has gathered for all of its micro-batches
+    times = 1 if layout.pipeline > 1 else training.micro_batches
     seconds = 0.0
     for count, ranks, stride in (
         (most.dense, copies, layout.tensor),
@@ -369,13 +379,15 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
         scatter = machine.collective_s(float(software.gradient_bytes) * count, ranks, stride)
         gather = machine.collective_s(2.0 * count, ranks, stride)
         if training.sharding == "full":
-            seconds += training.micro_batches * (2 * gather + scatter)
+            seconds += times * (2 * gather + (0.0 if training.adapters else scatter))
         else:
             seconds += scatter + (gather if training.sharding == "optimizer" else scatter)
     if training.sharding == "full":
-        seconds = max(0.0, seconds - machine.shares.overlap * micro_batch_s * training.micro_batches)
+        seconds = max(0.0, seconds - micro_batch_s * training.micro_batches)
     elif software.data_overlap:
         seconds = max((1 - machine.shares.overlap) * seconds, seconds - machine.shares.overlap * micro_batch_s)
+    if training.adapters:
+        return seconds, 0.0
     shared = copies if training.sharding != "none" else 1
     own = most.dense / shared + most.experts / (expert_copies if training.sharding != "none" else 1)
     # reads the gradient, reads and writes master weights and both moments, writes the weights; the norm reads again
