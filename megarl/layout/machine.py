@@ -69,6 +69,8 @@ class Shares:
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
     overlap: float = 0.67
     """Of a collective that runs beside computation, what it does not add to it."""
+    waiting: float = 1.8
+    """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
     step_s: float = 0.055
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 

@@ -200,9 +200,11 @@ def _exchange(training: Training, machine: Machine) -> tuple[Cost, Cost]:
     shown = 1 - machine.shares.overlap
     if training.software.tensor_overlap:
         return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown)
-    back = 2.0
-    if training.software.backward_overlap:  # all of the all-reduce, or the scatter but not the gather before it
-        back = 1.0 + shown if training.sequence_parallel else 2 * shown
+    if not training.software.backward_overlap:
+        one *= machine.shares.waiting
+        return Cost(tensor=2 * one), Cost(tensor=2 * one)
+    # all of the all-reduce is beside products, or the scatter but not the gather before it
+    back = 1.0 + shown if training.sequence_parallel else 2 * shown
     return Cost(tensor=2 * one), Cost(tensor=back * one)
 
 

@@ -29,7 +29,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "tail": (2e5, 4e6),
     "scan": (0.02, 0.5),
     "memory": (0.6, 0.95),
-    "link": (0.45, 0.9),
+    "link": (0.4, 0.9),
     "exchange": (0.3, 0.9),
     "network": (0.5, 0.95),
     "collective_s": (1e-5, 1e-4),
@@ -39,6 +39,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "expert_s": (1e-5, 3e-4),
     "routing_s": (1e-4, 3e-3),
     "overlap": (0.4, 0.95),
+    "waiting": (1.0, 2.5),
     "step_s": (0.005, 0.2),
 }
 GIVEN = {("low_precision", "bf16"): 1.0, ("low_precision", "fp32"): 0.07}

@@ -58,7 +58,7 @@ PROGRAMS = {
     r"megatron-deepspeed": replace(APART, kernel="fused_softmax", partition_bytes=16.0, buffer_bytes=6e9),
     r"megatron-lm.*20(19|2[0-2])": replace(EARLY, kernel="fused_softmax"),
     r"megatron-lm": Software(tensor_overlap=False, data_overlap=False),
-    r"(nvidia )?nemo automodel|automodel": Software(gradient_bytes=2, partition_bytes=4.0, tensor_overlap=False),
+    r"(nvidia )?nemo automodel|automodel": replace(FSDP, fused_mlp=False, partition_bytes=4.0),
     r"megatron-bridge|(nvidia )?nemo": Software(gradient_bytes=2),
     r"llm-foundry|composer|mosaic": replace(FSDP, kernel="flash1", fused_mlp=False, logit_bytes=4.0),
     r"torchtitan|pytorch|fsdp|fairscale|metaseq|olmo": replace(FSDP, gradient_bytes=4),
@@ -201,9 +201,20 @@ def _training(row: Row) -> Training:
         software=software,
     )
     place, _ = machine(row, Shares()), training.data  # both raise where it cannot be
-    if layout.recompute == "selective" and framework.startswith("mcore"):
-        training = replace(training, light_recompute=True)  # their pages: norms and activations
-    return training if row["recompute"] else _least_recompute(training, place)
+    return _partly_recomputed(training, row) if row["recompute"] else _least_recompute(training, place)
+
+
+def _partly_recomputed(training: Training, row: Row) -> Training:
+    """What programs mean by selective recomputation beside that of attention's scores."""
+    full = replace(training, layout=training.layout.model_copy(update={"recompute": "full"}))
+    framework = row["framework"].lower()
+    if training.layout.recompute != "selective":
+        return training
+    if framework.startswith("torchtitan"):  # every other layer, or every other product
+        return replace(full, recomputed=0.5)
+    if re.search(r"recompute [\w,+]*\bmoe\b", row["note"].lower()):  # all but attention
+        return replace(full, recomputed=0.75, light_recompute=True)
+    return replace(training, light_recompute=framework.startswith("mcore"))  # their pages: norms and activations
 
 
 def _least_recompute(training: Training, machine: Machine) -> Training:
