@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.82, "H100": 0.67, "B200": 0.6, "B300": 0.74}
-_LINK = {"A100": 0.4, "H100": 0.5, "B200": 0.52, "B300": 0.44}
-_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.5, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
+_GEMM = {"A100": 0.77, "H100": 0.65, "B200": 0.58, "B300": 0.7}
+_LINK = {"A100": 0.54, "H100": 0.65, "B200": 0.59, "B300": 0.58}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.95, "mxfp8": 0.88, "fp4": 0.63}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.34, "flash1": 0.36, "flash2": 0.48, "cudnn": 0.63}
 
 
 GENERATIONS = {
@@ -41,37 +41,35 @@ class Shares:
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
     """Of the 16-bit peak, in the products of attention's forward pass, which are the same however a softmax is fused."""
-    older_kernel: float = 0.5
+    older_kernel: float = 0.56
     """Of that, where kernels that were written for the A100 run on a later GPU."""
-    depth: float = 100.0
+    depth: float = 98.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
-    tail: float = 1e6
+    tail: float = 1.1e6
     """A matrix product takes as long as for so many more results: the last round of its tiles leaves GPUs half empty."""
-    scan: float = 0.023
+    scan: float = 0.022
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    memory: float = 0.7
+    memory: float = 0.76
     link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
     """In collectives within a node, by GPU generation."""
-    exchange: float = 0.9
+    exchange: float = 0.75
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.95
-    collective_s: float = 7.9e-05
+    network: float = 0.75
+    collective_s: float = 3e-5
     """Of one collective beyond its bytes."""
-    kernel_s: float = 1.2e-05
+    kernel_s: float = 8.8e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
     layer_s: float = 0.0003
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
-    expert_layer_s: float = 0.001
-    """More of it for a layer with experts."""
-    expert_s: float = 5e-5
-    """More of it for each expert of the rank, whose kernels are its own."""
-    routing_s: float = 0.0026
+    expert_layer_s: float = 0.0011
+    """The same of a layer with experts."""
+    routing_s: float = 0.0014
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.67
+    overlap: float = 0.59
     """Of a collective that runs beside computation, what it does not add to it."""
     waiting: float = 1.8
     """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
-    step_s: float = 0.055
+    step_s: float = 0.074
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 

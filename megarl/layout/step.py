@@ -105,11 +105,8 @@ def _host_s(training: Training, machine: Machine, layer: Layer) -> float:
     """Seconds in which the host launches the kernels of a layer's passes, if it must."""
     if training.software.graphs:
         return 0.0
-    shares, layout = machine.shares, training.layout
-    once = shares.layer_s
-    if isinstance(layer.mlp, Mixture):
-        once += shares.expert_layer_s + shares.expert_s * layer.mlp.count / layout.expert
-    return once * (3 if layout.recompute == "full" else 2)
+    once = machine.shares.expert_layer_s if isinstance(layer.mlp, Mixture) else machine.shares.layer_s
+    return once * (3 if training.layout.recompute == "full" else 2)
 
 
 def _hop(training: Training, machine: Machine) -> float:

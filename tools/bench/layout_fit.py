@@ -27,7 +27,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "older_kernel": (0.3, 1.0),
     "depth": (30.0, 300.0),
     "tail": (2e5, 4e6),
-    "scan": (0.02, 0.5),
+    "scan": (0.005, 0.2),
     "memory": (0.6, 0.95),
     "link": (0.4, 0.9),
     "exchange": (0.3, 0.9),
@@ -35,8 +35,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "collective_s": (1e-5, 1e-4),
     "kernel_s": (2e-6, 1.2e-5),
     "layer_s": (1e-4, 1e-3),
-    "expert_layer_s": (2e-4, 3e-3),
-    "expert_s": (1e-5, 3e-4),
+    "expert_layer_s": (3e-4, 4e-3),
     "routing_s": (1e-4, 3e-3),
     "overlap": (0.4, 0.95),
     "waiting": (1.0, 2.5),
@@ -148,7 +147,7 @@ class _Weighed:
                 return self.place.generation != "A100" and self.training.software.kernel != "cudnn"
             case ("scan",):
                 return any(isinstance(one.mixer, Scan) for one in kinds)
-            case ("exchange" | "expert_layer_s" | "expert_s" | "routing_s",):
+            case ("exchange" | "expert_layer_s" | "routing_s",):
                 return any(isinstance(one.mlp, Mixture) for one in kinds)
         return True
 
