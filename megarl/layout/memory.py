@@ -75,6 +75,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     each = [again * _hidden(training) + (1 - again) * one for one in kept]
     activations = chunks * sum(n * one for n, one in zip(stage.layers, each, strict=True))
     working = 2.0 * _hidden(training) * 4
+    working += max((_scores(training, kind) for kind in decoder.kinds), default=0.0)
     if again:
         working += max((one for one, n in zip(kept, stage.layers, strict=True) if n), default=0.0)
     if stage.first:
@@ -82,7 +83,10 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     if stage.last:
         outputs = 1.0 if decoder.head else decoder.padded_vocab(layout.tensor)
         outputs /= 1 if software.gathered_logits else layout.tensor
-        logits = software.logit_bytes * training.tokens * outputs
+        each_logit = software.logit_bytes
+        if software.gathered_logits and layout.tensor > 1:  # the rank's own and what it received lie beside them
+            each_logit += 2.0 / layout.tensor + 2.0
+        logits = each_logit * training.tokens * outputs
         logits = min(logits, LOGIT_CHUNK_BYTES) if software.chunked_logits else logits
         working = max(working, logits + 2 * _hidden(training))
     if training.sharding == "full":  # two layers are gathered at a time, and one's gradient is whole
@@ -100,6 +104,14 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
         working=working,
         buffers=CONTEXT_BYTES + software.buffer_bytes + GROUP_BYTES * groups + FRAGMENTED * (activations + working),
     )
+
+
+def _scores(training: Training, layer: Layer) -> float:
+    """Bytes of the gradients of a layer's attention scores, which come and go: in 32 bits where softmax is not fused."""
+    width = {"unfused": 4.0, "fused_softmax": 2.0}.get(training.software.kernel, 0.0)
+    if not isinstance(layer.mixer, Attention):
+        return 0.0
+    return width * training.tokens * training.sequence * layer.mixer.heads / training.layout.tensor
 
 
 def _under_way(training: Training, number: int) -> float:
