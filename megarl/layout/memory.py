@@ -51,7 +51,9 @@ def memory(training: Training) -> list[Memory]:
     layout = training.layout
     return [
         _stage(training, number, stage)
-        for number, stage in enumerate(stages(training.decoder, layout.pipeline, layout.interleave, training.software.listed))
+        for number, stage in enumerate(
+            stages(training.decoder, layout.pipeline, layout.interleave, training.software.listed)
+        )
     ]
 
 

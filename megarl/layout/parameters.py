@@ -32,9 +32,7 @@ class Held:
 
 
 @cache
-def stages(
-    decoder: Decoder, pipeline: int, interleave: int = 1, listed: tuple[int, int] = (0, 0)
-) -> tuple[Stage, ...]:
+def stages(decoder: Decoder, pipeline: int, interleave: int = 1, listed: tuple[int, int] = (0, 0)) -> tuple[Stage, ...]:
     """The layers of each stage, whose parts take turns: part v of stage p is the (v x pipeline + p)-th.
 
     Layers that cannot be divided evenly are spread so that the last parts, then the first, have fewer: they hold the
