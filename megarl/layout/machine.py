@@ -41,13 +41,13 @@ class Shares:
     low_precision: Mapping[Precision, float] = field(default_factory=lambda: dict(_LOW_PRECISION))
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
-    """Of the 16-bit peak, in the products of attention's forward pass, which are the same however a softmax is fused."""
+    """Of the 16-bit peak, in the products of attention's forward pass; they are the same however a softmax is fused."""
     older_kernel: float = 0.56
     """Of that, where kernels that were written for the A100 run on a later GPU."""
     depth: float = 98.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
     tail: float = 1.1e6
-    """A matrix product takes as long as for so many more results: the last round of its tiles leaves GPUs half empty."""
+    """A matrix product takes as long as for so many more results: the last round of tiles leaves a GPU half empty."""
     scan: float = 0.022
     """Of the 16-bit peak, in a Mamba-2 scan."""
     memory: float = 0.76

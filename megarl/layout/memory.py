@@ -109,7 +109,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
 
 
 def _scores(training: Training, layer: Layer) -> float:
-    """Bytes of the gradients of a layer's attention scores, which come and go: in 32 bits where softmax is not fused."""
+    """Bytes of the gradients of attention's scores, which come and go: in 32 bits where softmax is not fused."""
     width = {"unfused": 4.0, "fused_softmax": 2.0}.get(training.software.kernel, 0.0)
     if not isinstance(layer.mixer, Attention):
         return 0.0

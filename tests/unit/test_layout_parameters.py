@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import HeadName, Layout, read_model_shape
-from megarl.layout import decoder, held, part_sizes, stages
+from megarl.layout import Decoder, Layer, decoder, gated_mlp, held, part_sizes, stages
 from megarl.weights import model_parameters
 from tests.families import FAMILIES, family_config
 

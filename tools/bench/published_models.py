@@ -120,7 +120,7 @@ def _nearest(name: str, plain: str, sizes: Sizes) -> Decoder:
         _described(name, plain, replace(given, layers=layers, ffn=ffn), guess)
         for layers, ffn, guess in product(_depths(given), _widths(plain, given), _guesses(plain, given))
     ]
-    if not sizes.billions:
+    if not sizes.billions or len(candidates) == 1:
         return candidates[0]
     return min(candidates, key=lambda one: round(abs(one.parameters / 1e9 / sizes.billions - 1), 2))
 
