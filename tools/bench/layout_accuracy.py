@@ -9,7 +9,7 @@ those whose tensor, pipeline, context or expert size is above 1. A grid is one m
 one batch and precision, in one source, measured in at least 8 layouts; its rank correlation is Spearman's. Rows that
 cannot be asked, for want of sizes or of a layout, are counted and named.
 
---leave-out predicts each model with shares that were fitted to the rows of all others, or so each program, GPU or scale.
+--leave-out predicts each model with shares that were fitted to the rows of all others; so each program, GPU or scale.
 Every fit starts from neutral guesses, so that nothing of what is left out is remembered.
 """
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """Synchronous, one-step-off and asynchronous training of carry addition on ranks of their own: speed and reward.
 
-    python tools/bench/modes.py             26 steps of each mode: some 20 minutes
+    python tools/bench/modes.py             26 steps of each mode: some 10 minutes
     python tools/bench/modes.py --quick     3 steps of two modes: within two minutes on 2 quiet cores
 
-One rank trains and one has an engine (placement disaggregated), each on a core of its own; data, checkpoint and batch
-are the quickstart's. All modes generate and train as many samples, and all of their steps are counted: from the first,
+Of two ranks, each with a core of its own, one trains and one has an engine (placement disaggregated); or (--placement)
+both do both, or one does both and the other has an engine. Data, checkpoint and batch are the quickstart's. All modes generate and train as many samples, and all of their steps are counted: from the first,
 in which nothing is under way yet, to the last, in which nothing more is generated.
 
 Columns:
@@ -38,6 +38,13 @@ MODES = {
     "async_4": "{max_lag: 4, interrupt: true}",
 }
 QUICK = ("sync", "async_2")
+PLACEMENTS = {
+    "disaggregated": "{type: disaggregated, train_ranks: 1}",
+    "colocated": "{type: colocated}",
+    "hybrid": "{type: hybrid, train_ranks: 1}",
+}
+TAKES_TURNS = ("sync", "async_1", "async_2", "async_4")
+"""Where rollouts and training take turns there is nothing between."""
 CORRECTION = "algorithm.correction={type: importance, level: token, action: truncate, high: 2.0}"
 
 
@@ -47,19 +54,21 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("runs/carry_addition_sft/hf"), help="a Hugging Face model")
     parser.add_argument("--steps", type=int, help="steps of each mode (default 26, quick 3)")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each mode, with seeds from 0 on (1)")
+    parser.add_argument("--placement", choices=PLACEMENTS, default="disaggregated")
     given = parser.parse_args()
+    modes = QUICK if given.quick else MODES if given.placement == "disaggregated" else TAKES_TURNS
     steps = given.steps or (3 if given.quick else 26)
     out = ROOT / "runs" / f"modes-{time.strftime('%Y%m%d-%H%M%S')}"
     out.mkdir(parents=True)
     rows: dict[str, list[dict[str, float]]] = {}
     for seed in range(given.seeds):
-        for mode in QUICK if given.quick else MODES:
+        for mode in modes:
             run = out / f"{mode}-{seed}"
-            train(run, mode, given.model, steps=steps, seed=seed)
+            train(run, mode, PLACEMENTS[given.placement], given.model, steps=steps, seed=seed)
             rows.setdefault(mode, []).append(measured(run))
     found = {mode: {name: statistics.median(row[name] for row in of) for name in of[0]} for mode, of in rows.items()}
     names = list(found["sync"])
-    print(f"{steps} steps, {given.seeds} seeds; load average {os.getloadavg()[0]:.1f}")
+    print(f"{given.placement}, {steps} steps, {given.seeds} seeds; load average {os.getloadavg()[0]:.1f}")
     print(f"{'':14}" + "".join(f"{name:>13}" for name in ("over sync", *names)))
     base = found["sync"]["samples/s"]
     for mode, row in found.items():
@@ -71,12 +80,12 @@ def main() -> None:
     )
 
 
-def train(run: Path, mode: str, model: Path, *, steps: int, seed: int) -> None:
+def train(run: Path, mode: str, placement: str, model: Path, *, steps: int, seed: int) -> None:
     overrides = [
         f"run_dir={run}",
         f"model.path={model}",
         "layout.tensor=1",
-        "placement={type: disaggregated, train_ranks: 1}",
+        f"placement={placement}",
         f"mode={MODES[mode]}",
         CORRECTION,
         f"steps={steps}",
