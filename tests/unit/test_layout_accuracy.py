@@ -7,10 +7,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.layout import step_time
-from tools.bench.layout_accuracy import TABLE, error, left_out_errors, spearman, timed
+from tools.bench.layout_accuracy import TABLE, error, left_out_errors, repeats, spearman, timed
 from tools.bench.layout_fit import BOUNDS, fit, neutral
 from tools.bench.published_layouts import Run, machine, read_rows, read_runs
 
@@ -80,6 +81,15 @@ def test_a_group_is_predicted_from_the_others_alone(capsys: pytest.CaptureFixtur
     )
     signed = [float(words[3].rstrip("%")) / 100 for words in (plain, twice)]
     assert (1 + signed[0]) / (1 + signed[1]) == pytest.approx(2, rel=0.01)
+
+
+def test_repeats_are_rows_that_ask_the_same() -> None:
+    one, other = (next(run for run in timed(runs()) if run.model == name) for name in ("llama-65b", "llama-13b"))
+    seconds = [100.0, 110.0, 105.0]
+    made = [replace(one, seconds=each) for each in seconds] + [replace(other, seconds=1.0)]
+    ((spread, count),) = repeats(made).values()
+    assert count == 2
+    assert spread == pytest.approx(float(np.std(np.log(seconds), ddof=1)))
 
 
 def test_ranks_that_are_equal_share_their_mean() -> None:

@@ -110,7 +110,24 @@ def grid_correlations(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
         measured = [run.seconds or 0.0 for run in members]
         found.append(spearman([ratio * seconds for ratio, seconds in zip(predicted, measured, strict=True)], measured))
         print(f"  {found[-1]:.3f} {len(members):4d} rows, {', '.join(key)}")
+    print("the same question measured again: standard deviation of log seconds, rows beyond the first of each")
+    for name, (spread, count) in sorted(repeats(runs).items()):
+        print(f"  {spread:6.1%} {count:4d}  {name}")
     return {"grid_lowest": min(found, default=math.nan)}
+
+
+def repeats(runs: Sequence[Run]) -> dict[str, tuple[float, int]]:
+    """By program: what no model of time can foresee, for its rows ask the same. Releases and days differ."""
+    same: dict[object, list[Run]] = defaultdict(list)
+    for run in timed(runs):
+        same[(run.training, run.row["gpu"], run.row["framework"])].append(run)
+    squares: dict[str, list[float]] = defaultdict(list)
+    for members in same.values():
+        logs = np.log([run.seconds or math.nan for run in members])
+        if len(logs) > 1:
+            each = float(((logs - logs.mean()) ** 2).sum()) / (len(logs) - 1)
+            squares[members[0].row["framework"]] += [each] * (len(logs) - 1)
+    return {name: (math.sqrt(statistics.fmean(values)), len(values)) for name, values in squares.items()}
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
