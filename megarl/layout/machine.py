@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.77, "H100": 0.65, "B200": 0.58, "B300": 0.7}
+_GEMM = {"A100": 0.76, "H100": 0.65, "B200": 0.59, "B300": 0.71}
 _LINK = {"A100": 0.54, "H100": 0.65, "B200": 0.59, "B300": 0.58}
 _LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.95, "mxfp8": 0.88, "fp4": 0.63}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.34, "flash1": 0.36, "flash2": 0.48, "cudnn": 0.63}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.34, "flash1": 0.36, "flash2": 0.48, "cudnn": 0.61}
 
 
 GENERATIONS = {
@@ -44,33 +44,33 @@ class Shares:
     """Of the 16-bit peak, in the products of attention's forward pass; they are the same however a softmax is fused."""
     older_kernel: float = 0.56
     """Of that, where kernels that were written for the A100 run on a later GPU."""
-    depth: float = 98.0
+    depth: float = 99.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
     tail: float = 1.1e6
     """A matrix product takes as long as for so many more results: the last round of tiles leaves a GPU half empty."""
-    scan: float = 0.022
+    scan: float = 0.021
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    memory: float = 0.76
+    memory: float = 0.78
     link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
     """In collectives within a node, by GPU generation."""
-    exchange: float = 0.75
+    exchange: float = 0.74
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.75
+    network: float = 0.77
     collective_s: float = 3e-5
     """Of one collective beyond its bytes."""
-    kernel_s: float = 8.8e-6
+    kernel_s: float = 9e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
     layer_s: float = 0.0003
     """The host's work for the forward pass of a layer; the backward pass takes as long."""
     expert_layer_s: float = 0.0011
     """The same of a layer with experts."""
-    routing_s: float = 0.0014
+    routing_s: float = 0.00125
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.59
+    overlap: float = 0.61
     """Of a collective that runs beside computation, what it does not add to it."""
     waiting: float = 1.8
     """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
-    step_s: float = 0.074
+    step_s: float = 0.07
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 

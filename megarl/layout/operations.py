@@ -220,7 +220,7 @@ def _activation_s(training: Training, machine: Machine, mlp: Mlp | Mixture | Non
 def _activation(training: Training, mlp: Mlp) -> float:
     """Bytes for each token to read what the first layer makes, and write what the second takes."""
     if not mlp.fusable:
-        return 60.0 * mlp.width
+        return 80.0 * mlp.width
     if training.software.fused_mlp:
         return (6.0 if mlp.gated else 4.0) * mlp.width
     return (10.0 if mlp.gated else 8.0) * mlp.width
