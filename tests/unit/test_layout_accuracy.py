@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megarl.layout import step_time
-from tools.bench.layout_accuracy import TABLE, error, left_out_errors, repeats, spearman, timed
+from megarl.layout import Shares, step_time
+from tools.bench.layout_accuracy import TABLE, error, left_out_errors, memory_errors, repeats, spearman, timed
 from tools.bench.layout_fit import BOUNDS, fit, neutral
 from tools.bench.published_layouts import Run, machine, read_rows, read_runs
 
@@ -81,6 +81,12 @@ def test_a_group_is_predicted_from_the_others_alone(capsys: pytest.CaptureFixtur
     )
     signed = [float(words[3].rstrip("%")) / 100 for words in (plain, twice)]
     assert (1 + signed[0]) / (1 + signed[1]) == pytest.approx(2, rel=0.01)
+
+
+def test_rows_that_failed_otherwise_say_nothing_of_memory() -> None:
+    some = [run for run in runs() if run.model == "llama-65b"][:40]
+    failed = [replace(run, row=run.row | {"status": "failed"}) for run in some]
+    assert memory_errors(some + failed, Shares()) == memory_errors(some, Shares())
 
 
 def test_repeats_are_rows_that_ask_the_same() -> None:

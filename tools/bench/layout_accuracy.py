@@ -144,7 +144,7 @@ def memory_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     found: dict[str, list[bool]] = {"ok": [], "oom": []}
     refused: Counter[str] = Counter()
     for run in runs:
-        if run.row["quality"] in ("A", "B"):
+        if run.row["quality"] in ("A", "B") and run.row["status"] in found:
             too_much = not fits(run.training, machine(run.row, shares))
             found[run.row["status"]].append(too_much)
             refused[run.row["framework"]] += too_much and run.row["status"] == "ok"

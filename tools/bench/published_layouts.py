@@ -95,7 +95,7 @@ class Run:
 
 
 def read_rows(file: Path) -> list[Row]:
-    with file.open(newline="", encoding="utf-8") as lines:
+    with file.open(newline="", encoding="utf-8-sig") as lines:
         return [{name: (value or "").strip() for name, value in row.items() if name} for row in csv.DictReader(lines)]
 
 
@@ -105,8 +105,7 @@ def read_runs(rows: list[Row]) -> tuple[list[Run], list[tuple[Row, str]]]:
     heads = {row["hidden"]: row["heads"] for row in reversed(rows) if row["heads"]}
     for given in rows:
         # the heads of a row that does not state them are those of the first row as wide
-        row = given if given["heads"] else given | {"heads": heads.get(given["hidden"], "")}
-        row["status"] = row["status"].lower()
+        row = given | {"heads": given["heads"] or heads.get(given["hidden"], ""), "status": given["status"].lower()}
         try:
             runs.append(Run(row, _training(row), _seconds(row)))
         except ValueError as error:
