@@ -61,7 +61,8 @@ class Shares:
     kernel_s: float = 9e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
     layer_s: float = 0.0003
-    """The host's work for the forward pass of a layer; the backward pass takes as long."""
+    """The host's work for the forward pass of a layer; the backward pass takes as long. A guess, as is the next: what
+    is published is bound by GPUs."""
     expert_layer_s: float = 0.0011
     """The same of a layer with experts."""
     routing_s: float = 0.00125
