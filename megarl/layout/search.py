@@ -17,9 +17,8 @@ from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL
 from megarl.layout.publication import least_s, planned_s
 from megarl.layout.serving import AROUND_BYTES, Serving, engine_model, phase_s, served_model, steady_s
-from megarl.layout.training import Precision, Software
+from megarl.layout.training import MEGARL, Precision, Software
 from megarl.layout.training_search import (
-    MEGARL,
     PLANNED,
     Ask,
     Counts,

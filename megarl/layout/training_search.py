@@ -17,13 +17,8 @@ from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL, Memory, memory
 from megarl.layout.model import Decoder, decoder
 from megarl.layout.step import Step, forward_time, step_time
-from megarl.layout.training import Precision, Software, Training
+from megarl.layout.training import MEGARL, Precision, Software, Training
 from megarl.layout.workload import Division, Work
-
-MEGARL = Software(
-    kernel="flash2", fused_mlp=False, fused_gradients=False, tensor_overlap=False, send_once=False, chunked_logits=True
-)
-"""How megarl trains: torch's attention, norms in one kernel, activations and rotary positions not, logits in parts."""
 
 PLANNED = 0.95
 """Of a GPU's memory, what a plan may fill: predictions are some percent off."""
