@@ -21,10 +21,11 @@ from megarl.layout.model import (
     grouped_attention,
     latent_attention,
 )
+from megarl.layout.operations import Cost
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
 from megarl.layout.search import Choice, Phases, Request, Search, planned, search
 from megarl.layout.serving import Serving, phase_s, served_model, steady_s
-from megarl.layout.step import Cost, Step, forward_time, step_time
+from megarl.layout.step import Step, forward_time, step_time
 from megarl.layout.training import MEGARL, MEGARL_CPU, Kernel, Precision, Software, Training
 from megarl.layout.training_search import Ask, Counts, Trained, trainings
 from megarl.layout.workload import WORK_STAGES, Division, Lengths, Rollouts, Work, staged, work_of

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 
 from megarl.layout.activations import edge_bytes, hidden_bytes, layer_bytes
 from megarl.layout.machine import Machine
+from megarl.layout.model import Attention, Layer
 from megarl.layout.parameters import Stage, held, stages
 from megarl.layout.training import Training
 
@@ -51,7 +52,9 @@ def memory(training: Training) -> list[Memory]:
     layout = training.layout
     return [
         _stage(training, number, stage)
-        for number, stage in enumerate(stages(training.decoder, layout.pipeline, layout.interleave))
+        for number, stage in enumerate(
+            stages(training.decoder, layout.pipeline, layout.interleave, training.software.listed)
+        )
     ]
 
 
@@ -77,6 +80,7 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     activations = chunks * sum(n * one for n, one in zip(stage.layers, each, strict=True))
     activations += edge_bytes(training, stage, parts)
     working = 2.0 * hidden_bytes(training) * 4
+    working += max((_scores(training, kind) for kind in decoder.kinds), default=0.0)
     if again:
         working += max((one for one, n in zip(kept, stage.layers, strict=True) if n), default=0.0)
     if stage.last:
@@ -98,6 +102,14 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
     )
 
 
+def _scores(training: Training, layer: Layer) -> float:
+    """Bytes of the gradients of attention's scores, which come and go: in 32 bits where softmax is not fused."""
+    width = {"unfused": 4.0, "fused_softmax": 2.0}.get(training.software.kernel, 0.0)
+    if not isinstance(layer.mixer, Attention):
+        return 0.0
+    return width * training.tokens * training.sequence * layer.mixer.heads / training.layout.tensor
+
+
 def _under_way(training: Training, number: int) -> float:
     """Parts of the stage's layers, 1 / interleave of them each, whose activations are kept at once."""
     layout = training.layout
@@ -111,7 +123,12 @@ def _output_bytes(training: Training) -> float:
     """Of logits and their loss; in parts, they make the gradient of a whole matrix in 32 bits, and cast it."""
     decoder, software, tensor = training.decoder, training.software, training.layout.tensor
     outputs = 1.0 if decoder.head else decoder.padded_vocab(tensor)
-    logits = software.logit_bytes * training.tokens * outputs / (1 if software.gathered_logits else tensor)
+    each, ranks = software.logit_bytes, tensor
+    if software.gathered_logits:
+        ranks = 1
+        if tensor > 1:  # the rank's own and what it received lie beside them
+            each += 2.0 / tensor + 2.0
+    logits = each * training.tokens * outputs / ranks
     if decoder.head or not software.chunked_logits:
         return logits
     gradient = 4.0 if training.precision == "fp32" else 6.0

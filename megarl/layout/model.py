@@ -186,9 +186,9 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Of the whole model, without padding; a tied embedding counts once."""
-        layers = (self.kinds[kind] for kind in self.order)
         output = self.head if self.head else 0 if self.tied else self.vocab * self.hidden
-        inside = sum(layer.parameters(1) + layer.expert_parameters(1, 1) for layer in layers)
+        each = [kind.parameters(1) + kind.expert_parameters(1, 1) for kind in self.kinds]
+        inside = sum(each[kind] for kind in self.order)
         return inside + self.vocab * self.hidden + output + self.final_norm + self.embedding_extra
 
 

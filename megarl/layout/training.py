@@ -43,8 +43,12 @@ class Software:
     """Packed attention holds scores, and works in 32 bits, where keys and values differ in size or there are sinks."""
     freed_outputs: bool = True
     """A pipeline stage frees the hidden states that it has sent; else they stay until their backward pass."""
+    fused_gradients: bool = True
+    """Products of gradients of weights add them to those of earlier micro-batches; else that is a pass of its own."""
     tensor_overlap: bool = True
     """Tensor-parallel collectives run beside the matrix products that they feed."""
+    backward_overlap: bool = True
+    """At least those of gradients run beside the products of weights' gradients."""
     data_overlap: bool = True
     """Gradients are summed and weights gathered while others are computed."""
     graphs: bool = False
@@ -53,6 +57,10 @@ class Software:
     """A token for several experts of one node is sent there once (DeepEP, HybridEP)."""
     expert_overlap: bool = False
     """Tokens are exchanged while others are computed."""
+    pipeline_overlap: bool = True
+    """Interleaved pipelines send while they compute."""
+    listed: tuple[int, int] = (0, 0)
+    """See `stages`: what is counted as layers, before and behind them, where stages divide them."""
     gradient_bytes: int = 4
     partition_bytes: float = 12.0
     """Of the optimizer's state for each parameter: master weights and two moments in 32 bits, maybe a gradient."""
@@ -73,6 +81,7 @@ MEGARL = Software(
     packed=True,
     grouped=False,
     freed_outputs=False,
+    fused_gradients=False,
     tensor_overlap=False,
     send_once=False,
     chunked_logits=True,

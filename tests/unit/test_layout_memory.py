@@ -234,3 +234,19 @@ def test_what_fits_is_the_gpus_memory() -> None:
 def test_gpus_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 GPUs cannot be divided into groups of 4"):
         memory(training(tensor=2, pipeline=2, gpus=6))
+
+
+def test_gathered_logits_lie_beside_their_parts() -> None:
+    """Of each logit a rank has what it computed, what it received, and what the loss makes of them all."""
+    gathering = replace(GPT2, gathered_logits=True, logit_bytes=18.0)
+    model = replace(gpt(), vocab=65_536)
+    one, two = (memory(training(model, tensor=tensor, software=gathering))[-1].working for tensor in (1, 2))
+    assert two - one == pytest.approx(SEQUENCE * BATCH * 65_536 * (2 / 2 + 2) - 2 * SEQUENCE * BATCH * HIDDEN * 2 / 2)
+
+
+@pytest.mark.parametrize(("kernel", "width"), [("unfused", 4), ("fused_softmax", 2), ("flash2", 0)])
+def test_gradients_of_scores_need_room(kernel: Any, width: int) -> None:
+    model = replace(gpt(), vocab=8)
+    one = memory(training(model, software=replace(GPT2, kernel=kernel), pipeline=2))[0].working
+    states = SEQUENCE * BATCH * HIDDEN * 2
+    assert one == 4 * 2 * states + width * SEQUENCE * SEQUENCE * BATCH * HEADS
