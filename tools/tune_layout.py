@@ -6,7 +6,8 @@
         batch.prompts=512 batch.group_size=16 rollout.max_new_tokens=16384 mode.max_lag=4 mode.interrupt=true
     python tools/tune_layout.py --model deepseek-v3 --stage sft --gpu H800 --nodes 64 --fix recompute=full --top 3
 
-A step is that of --workload, a recipe, with further keys as overrides; without one, that of a plain recipe of --stage.
+A step is that of --workload, a recipe, with further keys as overrides; without one, that of a plain recipe of --stage
+(ppo: with a critic, and a reference whose divergence is in the reward).
 --model is a Hugging Face directory, of which only config.json is read, or the name of a known model (--list); without
 it, it is the recipe's. Critic, reference and reward models on the ranks that train count as models of its size.
 
@@ -23,10 +24,11 @@ Columns:
              publish. Where rollouts run ahead (mode.max_lag, ranks of their own) a step takes the longer of rollout
              and training
   MFU        % of the training GPUs' 16-bit peak that the model's own operations are, while it is updated
-  train      GPUs, TP, PP, interleave (VP), CP, EP, ETP, DP, thousands of tokens of a rank's micro-batch, recomputation
+  train      GPUs, TP, PP, interleave (VP), CP, EP, ETP, DP, most tokens of a micro-batch on a rank, recomputation
   memory     GB on a rank of the pipeline stage that needs most, that stage, and what takes most of it
   engines    how many, of how many GPUs, and the share of each GPU's memory for weights and cache
   slower by  what takes longer than in the first plan
+Of plans that differ only in the interleave, micro-batches, recomputation or share of memory, the fastest is a row.
 
 Training is predicted by rooflines whose constants tools/bench/layout_accuracy.py checks, rollouts by the simulator;
 docs/tune.md says how far both can be trusted.
@@ -39,7 +41,7 @@ import json
 import sys
 import time
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megarl.config import (
     AnyRecipe,
+    Colocated,
+    Critic,
+    Disaggregated,
+    FullPublish,
     Layout,
     ModelShape,
     RecipeError,
     RlRecipe,
     SftRecipe,
+    check_recipe,
     dump_recipe,
     load_recipe,
     make_recipe,
@@ -66,6 +73,7 @@ from megarl.layout import (
     Machine,
     Request,
     Search,
+    Work,
     planned,
     search,
     staged,
@@ -78,25 +86,32 @@ PLAIN: dict[str, Any] = {
     "optimizer": {"learning_rate": 1e-6},
     "steps": 1,
 }
+GRPO: dict[str, Any] = {
+    "type": "rl",
+    "data": {"train": "train.jsonl", "test": "test.jsonl"},
+    "batch": {"prompts": 128, "group_size": 16},
+    "rollout": {"max_new_tokens": 8192},
+    "reward": {"sources": {"answer": {"type": "math_verify"}}},
+}
 PLAIN_STAGES: dict[str, dict[str, Any]] = {
     "sft": {"type": "sft", "data": {"train": "train.jsonl"}, "batch": {"sequences": 512}},
-    "grpo": {
-        "type": "rl",
-        "data": {"train": "train.jsonl", "test": "test.jsonl"},
-        "batch": {"prompts": 128, "group_size": 16},
-        "rollout": {"max_new_tokens": 8192},
-        "reward": {"sources": {"answer": {"type": "math_verify"}}},
+    "grpo": GRPO,
+    "ppo": GRPO
+    | {
+        "critic": {"type": "critic", "model": PLAIN["model"], "optimizer": PLAIN["optimizer"]},
+        "algorithm": {"advantage": {"type": "gae"}, "kl": {"coefficient": 0.01, "where": "reward"}},
     },
 }
 ROWS_READ = 1000
 """Of the recipe's data."""
-NUMBERS = ("max_tokens_per_rank", "train_ranks", "tensor_parallel")
+ENGINES = ("placement", "train_ranks", "tensor_parallel", "mem_fraction_static")
+"""What --fix has beside the sizes of training."""
 
 
 def main() -> None:
     given = arguments()
     if given.list:
-        print("\n".join(f"{name:20} {shape.parameters / 1e9:8.1f}e9 parameters" for name, shape in KNOWN.items()))
+        print("\n".join(f"{name:20} {in_words(shape.parameters):>8} parameters" for name, shape in KNOWN.items()))
         return
     started = time.perf_counter()
     try:
@@ -112,8 +127,7 @@ def main() -> None:
         print(summary(request, found, time.perf_counter() - started))
         print(table(request, shown))
     if given.write is not None:
-        given.write.write_text(dump_recipe(rewritten(recipe, shown[0])))
-        print(f"{given.write}: the recipe with the first plan; launch it on {request.gpus} ranks", file=sys.stderr)
+        write(given, recipe, request, shown[0])
 
 
 def arguments() -> argparse.Namespace:
@@ -134,7 +148,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the first plan")
     parser.add_argument("--list", action="store_true", help="print the known models")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as batch.prompts=512")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()
 
 
 def positive(text: str) -> int:
@@ -147,7 +161,10 @@ def positive(text: str) -> int:
 def read_recipe(given: argparse.Namespace) -> AnyRecipe:
     """Raises RecipeError or ValueError: what is given is no recipe."""
     if given.workload is not None:
-        return load_recipe(given.workload, given.overrides)
+        recipe = load_recipe(given.workload, given.overrides)
+        if given.stage not in (None, "sft") and not isinstance(recipe, RlRecipe):
+            raise ValueError(f"--stage {given.stage}: a recipe of type {recipe.type} has no rollouts")
+        return recipe
     if given.stage is None or given.model is None:
         raise ValueError("expected a recipe (--workload), or a --stage with a --model")
     return make_recipe(plain(given.stage), given.overrides, named=f"--stage {given.stage}")
@@ -155,50 +172,97 @@ def read_recipe(given: argparse.Namespace) -> AnyRecipe:
 
 def plain(stage: str) -> dict[str, Any]:
     """The tree of a recipe."""
-    return deepcopy(PLAIN | PLAIN_STAGES["sft" if stage == "sft" else "grpo"])
+    return deepcopy(PLAIN | PLAIN_STAGES[stage])
 
 
 def make_request(given: argparse.Namespace, recipe: AnyRecipe) -> Request:
     """Raises RecipeError or ValueError."""
-    shape = read_shape(given.model or str(recipe.model.path))
+    shape = read_shape(given, recipe)
     name = {known.lower(): known for known in GENERATIONS}.get(given.gpu.lower())
     if name is None:
         raise ValueError(f"--gpu {given.gpu}: expected one of {', '.join(sorted(GENERATIONS))}")
     node = given.gpus_per_node or (4 if name.startswith("G") else 8)
     groups, prompt = read_data(given, recipe, shape)
-    fixed, gpus = read_fixed(given.fix), given.nodes * node
-    if fixed.get("train_ranks", 0) >= gpus:
-        raise ValueError(f"--fix train_ranks: {fixed['train_ranks']} of {gpus} GPUs leave none for engines")
     work = work_of(recipe, Lengths(prompt, given.response), shape, groups)
-    if (given.stage is not None and given.workload is not None) or given.stage == "ppo":
+    check_lengths(recipe, work, shape)
+    own = work
+    if given.stage is not None and given.workload is not None:
         work = staged(work, given.stage)
-    return Request(
+    gpu = GPUS[name] if name.startswith("G") else replace(GPUS[name], linked=node)
+    asked = Request(
         shape,
-        Machine(GPUS[name], GENERATIONS[name]),
+        Machine(gpu, GENERATIONS[name]),
         given.nodes,
         node,
         work,
         precision="fp32" if recipe.model.dtype == "float32" else "bf16",
-        fixed=fixed,
+        fixed=given_sizes(given.fix, recipe, work, given.nodes * node),
         offload=given.offload,
     )
+    if work != own:  # another kind of step than the recipe's, whose checks say nothing of it
+        if given.write is not None:
+            raise ValueError(f"--write: a plan for --stage {given.stage} is none for {given.workload}")
+        return asked
+
+    def check(choice: Choice) -> None:
+        check_recipe(rewritten(recipe, choice), shape, world=asked.gpus, ranks_per_node=node)
+
+    return replace(asked, check=check)
 
 
-def read_shape(model: str) -> ModelShape:
+def check_lengths(recipe: AnyRecipe, work: Work, shape: ModelShape) -> None:
+    """Raises ValueError: the model has not so many positions."""
+    longest = max(work.lengths)
+    if isinstance(recipe, RlRecipe) and work.rollouts is not None:
+        prompt = max(group.prompt for group in work.rollouts.groups.groups)
+        longest = max(longest, prompt + recipe.rollout.max_new_tokens)
+    if longest > shape.max_positions:
+        raise ValueError(
+            f"sequences may have {longest:,} tokens, prompts included, and the model has {shape.max_positions:,}"
+            " positions (max_position_embeddings)"
+        )
+
+
+def given_sizes(texts: list[str], recipe: AnyRecipe, work: Work, gpus: int) -> dict[str, Any]:
+    """Of --fix, and what the recipe's other choices leave. Raises ValueError."""
+    fixed = read_fixed(texts)
+    if work.rollouts is None and (unused := [name for name in ENGINES if name in fixed]):
+        raise ValueError(f"--fix {unused[0]}: a step that only learns has no engines")
+    if fixed.get("train_ranks", 0) >= gpus:
+        raise ValueError(f"--fix train_ranks: {fixed['train_ranks']} of {gpus} GPUs leave none for engines")
+    if fixed.get("placement") == "colocated" and "train_ranks" in fixed:
+        raise ValueError("--fix train_ranks: colocated, all ranks train; use placement=disaggregated or leave it out")
+    if isinstance(recipe, RlRecipe):
+        if isinstance(recipe.publish, FullPublish):
+            fixed.setdefault("placement", "colocated")
+        if recipe.algorithm.kl.coefficient and recipe.algorithm.kl.estimator == "full":
+            fixed.setdefault("pipeline", 1)
+    return fixed
+
+
+def read_shape(given: argparse.Namespace, recipe: AnyRecipe) -> ModelShape:
     """Raises RecipeError: neither a directory nor a known model."""
-    path = Path(model)
+    path = recipe.model.path if given.model is None else Path(given.model)
     if not path.exists():
-        if (known := KNOWN.get(model.lower())) is not None:
+        if (known := KNOWN.get(str(path).lower())) is not None:
             return known
-        raise RecipeError(f"--model {model}: no such directory, nor a known model ({', '.join(KNOWN)})")
+        if given.model is None:
+            raise RecipeError(
+                f"model.path: there is no {path}, which the recipe starts from; give --model a Hugging Face directory"
+                " or a known model's name (--list) of the same size"
+            )
+        raise RecipeError(f"--model {path}: no such directory, nor a known model ({', '.join(KNOWN)})")
     return read_model_shape(path.parent if path.name == "config.json" else path, fp8=True)
 
 
 def read_data(given: argparse.Namespace, recipe: AnyRecipe, shape: ModelShape) -> tuple[Workload | None, int]:
     """Measured lengths, if there are any, and tokens of a prompt."""
-    if given.lengths is not None:
-        return read_lengths(given.lengths), 0
     prompt = given.prompt
+    if given.lengths is not None:
+        try:
+            return read_lengths(given.lengths, prompt=prompt or Lengths.prompt), 0
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{given.lengths}: not UTF-8 text ({error})") from None
     if given.model is None and recipe.data.train.is_file():
         from megarl.data import DataError, PromptSet, encode_conversations, load_tokenizer, read_conversations
 
@@ -220,7 +284,7 @@ def read_data(given: argparse.Namespace, recipe: AnyRecipe, shape: ModelShape) -
 
 def read_fixed(given: list[str]) -> dict[str, Any]:
     """Raises ValueError: not NAME=VALUE, or no such name or value."""
-    names = [*Layout.model_fields, *NUMBERS, "mem_fraction_static", "placement"]
+    names = [*Layout.model_fields, "max_tokens_per_rank", *ENGINES]
     texts: dict[str, str] = {}
     for one in given:
         name, equals, text = one.partition("=")
@@ -228,10 +292,9 @@ def read_fixed(given: list[str]) -> dict[str, Any]:
             raise ValueError(f"--fix {one}: expected NAME=VALUE with a name of {', '.join(names)}")
         texts[name] = text
     fixed: dict[str, Any] = {}
-    layout = {name: text for name, text in texts.items() if name in Layout.model_fields}
     for name, text in texts.items():
         try:
-            if name in NUMBERS:
+            if name in ("train_ranks", "tensor_parallel"):
                 fixed[name] = positive(text)
             elif name == "mem_fraction_static":
                 fixed[name] = fraction(text)
@@ -241,9 +304,11 @@ def read_fixed(given: list[str]) -> dict[str, Any]:
                 fixed[name] = text
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"--fix {name}: {error}") from None
-    overrides = [f"layout.{name}={text}" for name, text in layout.items()]
-    fields = make_recipe(plain("sft"), overrides, named="--fix").layout.model_dump()
-    return fixed | {name: fields[name] for name in layout}
+    places = dict.fromkeys(Layout.model_fields, "layout") | {"max_tokens_per_rank": "batch"}
+    trained = {name: text for name, text in texts.items() if name in places}
+    overrides = [f"{places[name]}.{name}={text}" for name, text in trained.items()]
+    filled = make_recipe(plain("sft"), overrides, named="--fix")
+    return fixed | {name: getattr(getattr(filled, places[name]), name) for name in trained}
 
 
 def fraction(text: str) -> float:
@@ -259,7 +324,7 @@ def fraction(text: str) -> float:
 def summary(request: Request, found: Search, seconds: float) -> str:
     work, counts = request.work, found.counts
     lines = [
-        f"{request.shape.parameters / 1e9:.1f}e9 parameters ({request.shape.active_parameters / 1e9:.1f}e9 active), "
+        f"{in_words(request.shape.parameters)} parameters ({in_words(request.shape.active_parameters)} active), "
         f"{request.gpus} GPUs; a step: {len(work.lengths):,} sequences, {work.tokens:,} tokens, longest "
         f"{max(work.lengths):,}",
         f"{counts.layouts:,} training layouts, {counts.indivisible:,} of which do not divide the model or the GPUs; "
@@ -267,17 +332,22 @@ def summary(request: Request, found: Search, seconds: float) -> str:
     ]
     if work.rollouts is not None:
         lines.append(
-            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by bounds;"
-            f" {found.splits} splits of the GPUs, {found.splits_pruned} pruned"
+            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by"
+            f" bounds; {found.splits} splits of the GPUs, {found.splits_pruned} pruned"
         )
     return "\n".join([*lines, f"{seconds:.1f} s"])
+
+
+def in_words(number: float) -> str:
+    """As models are named: 8.2B, 1.7M."""
+    return f"{number / 1e9:.1f}B" if number >= 1e8 else f"{number / 1e6:.1f}M"
 
 
 def table(request: Request, shown: list[Choice]) -> str:
     rollouts = request.work.rollouts is not None
     head = f"{'step':>8} " + (f"{'rollout':>8} {'score':>7} {'update':>7} {'publish':>7} " if rollouts else "")
     head += (
-        f"{'MFU':>5} {'GPUs':>5} {'TP':>3} {'PP':>3} {'VP':>3} {'CP':>3} {'EP':>3} {'ETP':>3} {'DP':>4} {'tokens':>6} "
+        f"{'MFU':>5} {'GPUs':>5} {'TP':>3} {'PP':>3} {'VP':>3} {'CP':>3} {'EP':>3} {'ETP':>3} {'DP':>4} {'tokens':>7} "
     )
     head += f"{'recompute':<9} {'memory':<34} " + (f"{'engines':<20} " if rollouts else "") + "slower by"
     lines = [head]
@@ -291,7 +361,7 @@ def table(request: Request, shown: list[Choice]) -> str:
         sizes = (layout.tensor, layout.pipeline, layout.interleave, layout.context, layout.expert)
         line += f"{100 * mfu(request, choice):4.1f}% {choice.train_gpus:5d} "
         line += " ".join(f"{size:3d}" for size in (*sizes, layout.expert_tensor))
-        line += f" {training.data:4d} {choice.trained.max_tokens / 1024:5.0f}k {layout.recompute:<9}"
+        line += f" {training.data:4d} {choice.trained.max_tokens:7d} {layout.recompute:<9}"
         line += f" {held_in_words(choice):<34} "
         if serving is not None:
             line += f"{f'{serving.count} x {serving.tensor}, {serving.fraction:.2f}':<20} "
@@ -351,17 +421,39 @@ def as_json(request: Request, choice: Choice) -> dict[str, Any]:
 
 def rewritten(recipe: AnyRecipe, choice: Choice) -> AnyRecipe:
     """The recipe with the plan in it."""
-    changed: dict[str, Any] = recipe.model_dump(mode="json")
-    changed["layout"] = choice.trained.training.layout.model_dump()
-    changed["batch"]["max_tokens_per_rank"] = choice.trained.max_tokens
-    if choice.serving is not None:
-        changed["placement"] = {"type": choice.placement}
-        if choice.placement == "disaggregated":
-            changed["placement"]["train_ranks"] = choice.train_gpus
-        serving, rollout = choice.serving, changed["rollout"]
-        rollout |= {"tensor_parallel": serving.tensor, "expert_parallel": serving.expert}
-        rollout["server_args"] |= {"mem_fraction_static": serving.fraction}
-    return make_recipe(changed, [], named="the plan")
+    batch = recipe.batch.model_copy(update={"max_tokens_per_rank": choice.trained.max_tokens})
+    changed: dict[str, Any] = {"layout": choice.trained.training.layout, "batch": batch}
+    if isinstance(recipe, RlRecipe) and choice.serving is not None:
+        serving, together = choice.serving, choice.placement == "colocated"
+        apart = Disaggregated(type="disaggregated", train_ranks=choice.train_gpus)
+        changed["placement"] = Colocated() if together else apart
+        rollout = {
+            "tensor_parallel": serving.tensor,
+            "expert_parallel": serving.expert,
+            "server_args": recipe.rollout.server_args | {"mem_fraction_static": serving.fraction},
+        }
+        changed["rollout"] = recipe.rollout.model_copy(update=rollout)
+    return recipe.model_copy(update=changed)
+
+
+def write(given: argparse.Namespace, recipe: AnyRecipe, request: Request, choice: Choice) -> None:
+    """The recipe with the plan, and with the model if that was given as a directory."""
+    plan, mine = rewritten(recipe, choice), []
+    if given.model is not None and Path(given.model).exists():
+        path = Path(given.model)
+        model = recipe.model.model_copy(update={"path": path.parent if path.name == "config.json" else path})
+        plan = plan.model_copy(update={"model": model})
+    elif given.model is not None:
+        mine.append("model.path")
+    if given.workload is None:
+        mine += ["data", "optimizer", "steps"]
+        mine += ["critic"] if isinstance(recipe, RlRecipe) and isinstance(recipe.critic, Critic) else []
+    try:
+        given.write.write_text(dump_recipe(plan))
+    except OSError as error:
+        sys.exit(f"tune_layout: --write {given.write}: {error.strerror}")
+    yours = f"; set its {', '.join(mine)}" if mine else ""
+    print(f"{given.write}: the recipe with the first plan, for {request.gpus} ranks{yours}", file=sys.stderr)
 
 
 if __name__ == "__main__":

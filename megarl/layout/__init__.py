@@ -4,10 +4,11 @@
 one costs. Used by `tools/tune_layout.py`. Loads no torch, but for `planned`.
 """
 
+from megarl.layout.activations import layer_bytes
 from megarl.layout.calibration import Dtype, Exchange, Kind, Load, Measured, Products, Table, read_table, write_table
 from megarl.layout.known import KNOWN
 from megarl.layout.machine import GENERATIONS, Machine, Shares
-from megarl.layout.memory import Memory, fits, layer_bytes, memory
+from megarl.layout.memory import Memory, fits, memory
 from megarl.layout.model import (
     Attention,
     Decoder,
@@ -21,18 +22,20 @@ from megarl.layout.model import (
     grouped_attention,
     latent_attention,
 )
+from megarl.layout.operations import Cost
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
 from megarl.layout.search import Choice, Phases, Request, Search, planned, search
 from megarl.layout.serving import Serving, phase_s, served_model, steady_s
-from megarl.layout.step import Cost, Step, forward_time, step_time
-from megarl.layout.training import Kernel, Precision, Software, Training
-from megarl.layout.training_search import MEGARL, Ask, Counts, Trained, trainings
+from megarl.layout.step import Step, forward_time, step_time
+from megarl.layout.training import MEGARL, MEGARL_CPU, Kernel, Precision, Software, Training
+from megarl.layout.training_search import Ask, Counts, Trained, trainings
 from megarl.layout.workload import WORK_STAGES, Division, Lengths, Rollouts, Work, staged, work_of
 
 __all__ = [
     "GENERATIONS",
     "KNOWN",
     "MEGARL",
+    "MEGARL_CPU",
     "WORK_STAGES",
     "Ask",
     "Attention",

@@ -154,7 +154,7 @@ class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     def _shares(self, load: Load, dtype: Dtype, peak: float) -> Shares:
         attention = dict.fromkeys(KERNELS, load.attention[dtype] / peak)
         whole = {GENERATION: 1.0}
-        reached = Shares(gemm=whole, attention=attention, link=whole, network=1.0, memory=1.0)
+        reached = Shares(gemm=whole, attention=attention, older_kernel=1.0, link=whole, network=1.0, memory=1.0)
         if self.device == "cuda":
             return reached
         # host and device are one: what an operation takes to start is all there is, and nothing runs beside it

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.82, "H100": 0.67, "B200": 0.6, "B300": 0.74}
-_LINK = {"A100": 0.4, "H100": 0.5, "B200": 0.52, "B300": 0.44}
-_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 1.0, "mxfp8": 0.96, "fp4": 0.73}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.74, "fused_softmax": 0.25, "flash1": 0.37, "flash2": 0.34, "cudnn": 0.8}
+_GEMM = {"A100": 0.76, "H100": 0.65, "B200": 0.59, "B300": 0.71}
+_LINK = {"A100": 0.54, "H100": 0.65, "B200": 0.59, "B300": 0.58}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.95, "mxfp8": 0.88, "fp4": 0.63}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.34, "flash1": 0.36, "flash2": 0.48, "cudnn": 0.61}
 
 
 GENERATIONS = {
@@ -23,6 +23,7 @@ GENERATIONS = {
     "H100": "H100",
     "H200": "H100",
     "H800": "H100",
+    "H20": "H100",
     "B200": "B200",
     "GB200": "B200",
     "B300": "B300",
@@ -40,30 +41,37 @@ class Shares:
     low_precision: Mapping[Precision, float] = field(default_factory=lambda: dict(_LOW_PRECISION))
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
-    """Of the 16-bit peak, in the products of attention's forward pass."""
-    depth: float = 100.0
+    """Of the 16-bit peak, in the products of attention's forward pass; they are the same however a softmax is fused."""
+    older_kernel: float = 0.56
+    """Of that, where kernels that were written for the A100 run on a later GPU."""
+    depth: float = 99.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
-    scan: float = 0.023
+    tail: float = 1.1e6
+    """A matrix product takes as long as for so many more results: the last round of tiles leaves a GPU half empty."""
+    scan: float = 0.021
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    memory: float = 0.7
+    memory: float = 0.78
     link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
     """In collectives within a node, by GPU generation."""
-    exchange: float = 0.9
+    exchange: float = 0.74
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.95
-    collective_s: float = 7.9e-05
+    network: float = 0.77
+    collective_s: float = 3e-5
     """Of one collective beyond its bytes."""
-    kernel_s: float = 1.2e-05
+    kernel_s: float = 9e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
     layer_s: float = 0.0003
-    """The host's work for the forward pass of a layer; the backward pass takes as long."""
-    expert_layer_s: float = 0.002
+    """The host's work for the forward pass of a layer; the backward pass takes as long. A guess, as is the next: what
+    is published is bound by GPUs."""
+    expert_layer_s: float = 0.0011
     """The same of a layer with experts."""
-    routing_s: float = 0.0026
+    routing_s: float = 0.00125
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.67
+    overlap: float = 0.61
     """Of a collective that runs beside computation, what it does not add to it."""
-    step_s: float = 0.055
+    waiting: float = 1.8
+    """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
+    step_s: float = 0.07
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 
@@ -92,7 +100,8 @@ class Machine:
         low = {"fp32": 4.0, "bf16": 2.0}.get(precision, 1.0)
         flops = 2.0 * rows * inputs * outputs * count
         moved = count * (low * (rows * inputs + inputs * outputs) + 2.0 * rows * outputs)
-        return flops * (1 + self.shares.depth / inputs) / self.flops(precision) + self.memory_s(moved)
+        more = (1 + self.shares.depth / inputs) * (1 + self.shares.tail / (count * rows * outputs))
+        return max(flops * more / self.flops(precision), self.memory_s(moved))
 
     def flops(self, precision: Precision) -> float:
         """FLOPs a second of a large product."""

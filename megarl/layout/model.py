@@ -52,6 +52,22 @@ class Attention:
     sinks: int = 0
     rotary: bool = True
 
+    @property
+    def latent(self) -> bool:
+        """Keys and values are made from a latent state, and maybe queries from another; `norms` is their size."""
+        return len(self.linears) > 2
+
+    @property
+    def rotated(self) -> int:
+        """Elements of a head that turn with the position, at most."""
+        if not self.rotary:
+            return 0
+        return self.linears[-3].outputs - self.linears[-2].inputs if self.latent else self.key
+
+    def kv_heads_of(self, tensor: int) -> float:
+        """Of one rank: where ranks outnumber them, each has a copy of one."""
+        return max(self.kv_heads / tensor, 1.0)
+
     def parameters(self, tensor: int) -> int:
         return sum(one.parameters(tensor) for one in self.linears) + self.norms + self.sinks * self.heads // tensor
 
@@ -121,7 +137,8 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Layer:
-    """`norms` are elements that each rank holds whole, `norm_passes` how often the hidden state is normed."""
+    """`norms` are elements that each rank holds whole, `norm_passes` how often the hidden state is normed: before mixer
+    and MLP, and maybe behind them."""
 
     mixer: Attention | Scan | None
     mlp: Mlp | Mixture | None
@@ -143,7 +160,7 @@ class Decoder:
     """`kinds` are the different layers; layer i is kinds[order[i]].
 
     A vocabulary of `outputs` logits, or a scalar head of `head` elements. `positions` learned ones lie beside the
-    embedding. With `dropout` its masks are kept.
+    embedding. With `dropout` its masks are kept. `unit_norms` multiply by 1 + weight, in 32 bits.
     """
 
     name: str
@@ -156,6 +173,7 @@ class Decoder:
     final_norm: int = 0
     embedding_extra: int = 0
     dropout: bool = False
+    unit_norms: bool = False
 
     @property
     def layers(self) -> int:
@@ -168,9 +186,9 @@ class Decoder:
     @property
     def parameters(self) -> int:
         """Of the whole model, without padding; a tied embedding counts once."""
-        layers = (self.kinds[kind] for kind in self.order)
         output = self.head if self.head else 0 if self.tied else self.vocab * self.hidden
-        inside = sum(layer.parameters(1) + layer.expert_parameters(1, 1) for layer in layers)
+        each = [kind.parameters(1) + kind.expert_parameters(1, 1) for kind in self.kinds]
+        inside = sum(each[kind] for kind in self.order)
         return inside + self.vocab * self.hidden + output + self.final_norm + self.embedding_extra
 
 
@@ -193,6 +211,7 @@ def decoder(shape: ModelShape) -> Decoder:
         tied=shape.tied,
         head=head,
         final_norm=shape.hidden,
+        unit_norms=shape.unit_norms,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 
 from megarl.config import Layout
 from megarl.layout.model import Decoder
@@ -30,23 +31,29 @@ class Held:
         return self.dense + self.experts
 
 
-def stages(decoder: Decoder, pipeline: int, interleave: int = 1) -> list[Stage]:
+@cache
+def stages(decoder: Decoder, pipeline: int, interleave: int = 1, listed: tuple[int, int] = (0, 0)) -> tuple[Stage, ...]:
     """The layers of each stage, whose parts take turns: part v of stage p is the (v x pipeline + p)-th.
 
     Layers that cannot be divided evenly are spread so that the last parts, then the first, have fewer: they hold the
-    output and the embedding as well.
+    output and the embedding as well. `listed` of those are items before and behind the layers in the list that is
+    divided instead (DeepSpeed's uniform partition: the first parts have one more).
     """
     parts = pipeline * interleave
     sizes = part_sizes(decoder.layers, parts)
+    if parts > 1 and any(listed):
+        size, rest = divmod(decoder.layers + sum(listed), parts)
+        sizes = [size + (part < rest) for part in range(parts)]
+        sizes[0], sizes[-1] = sizes[0] - listed[0], sizes[-1] - listed[1]
     kinds: list[Counter[int]] = [Counter() for _ in range(pipeline)]
     start = 0
     for part, size in enumerate(sizes):
         kinds[part % pipeline].update(decoder.order[start : start + size])
         start += size
-    return [
+    return tuple(
         Stage(tuple(kinds[stage][kind] for kind in range(len(decoder.kinds))), stage == 0, stage == pipeline - 1)
         for stage in range(pipeline)
-    ]
+    )
 
 
 def part_sizes(layers: int, parts: int) -> list[int]:
@@ -58,6 +65,7 @@ def part_sizes(layers: int, parts: int) -> list[int]:
     return sizes
 
 
+@cache
 def held(decoder: Decoder, layout: Layout, stage: Stage) -> Held:
     """Parameters of each rank of `stage`. With tied embeddings the last stage of several holds a copy."""
     tensor, table = layout.tensor, decoder.padded_vocab(layout.tensor) // layout.tensor * decoder.hidden

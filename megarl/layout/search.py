@@ -8,18 +8,18 @@ asynchronous, the longer of rollout and training, and the publication.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from megarl.config import Layout, ModelShape, engine_problems, layout_problems
+from megarl.config import Layout, ModelShape, RecipeError, engine_problems, layout_problems
 from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL
 from megarl.layout.publication import least_s, planned_s
 from megarl.layout.serving import AROUND_BYTES, Serving, engine_model, phase_s, served_model, steady_s
-from megarl.layout.training import Precision, Software
+from megarl.layout.training import MEGARL, Precision, Software
 from megarl.layout.training_search import (
-    MEGARL,
     PLANNED,
     Ask,
     Counts,
@@ -35,23 +35,30 @@ from megarl.simulator import EngineModel, ServedModel
 Placement = Literal["alone", "colocated", "disaggregated"]
 
 MOST_FRACTION, FRACTION_STEP = 0.85, 0.05
-"""Of a GPU's memory for an engine's weights and cache."""
+"""Of a GPU's memory for an engine's weights and cache; one that is given may leave no margin."""
 LEAST_FRACTIONS = (0.25, 0.4, 0.55, 0.7)
 """What engines beside a trainer that stays are left at least: the more, the more it recomputes."""
 HOST_SHARE = 0.8
 """Of the link to the host's memory, when copies are large."""
 MOST_SPLITS = 12
-KEPT = 64
-"""Plans that are ranked."""
+KEPT, FAR = 32, 1.5
+"""Plans that are ranked, of each kind one, and how many times longer than the best they take at most."""
 OF_EACH_SPLIT = 4
+NEGLIGIBLE = 2e-4
+"""Share of a step for which publications are not planned: of the largest models that takes seconds."""
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times more are tried where nothing fits."""
+
+
+def _anything(_choice: Choice) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Request:
     """Steps of `work` on `nodes` nodes of `node` GPUs. `fixed` are fields of a recipe by their last names: those of
-    `layout`, and max_tokens_per_rank, tensor_parallel, mem_fraction_static, placement and train_ranks."""
+    `layout`, and max_tokens_per_rank, tensor_parallel, mem_fraction_static, placement and train_ranks. `check` raises
+    RecipeError for a plan that the recipe could not be run with."""
 
     shape: ModelShape
     machine: Machine
@@ -62,6 +69,7 @@ class Request:
     fixed: Fixed = field(default_factory=dict)
     software: Software = MEGARL
     offload: bool = False
+    check: Callable[[Choice], None] = _anything
 
     @property
     def gpus(self) -> int:
@@ -103,10 +111,18 @@ class Choice:
     def seconds(self) -> float:
         return self.phases.seconds
 
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """The sizes in which plans differ that are worth a choice; of those that are alike the fastest is ranked."""
+        layout = self.trained.training.layout
+        engine = self.serving.tensor if self.serving is not None else 0
+        sizes = (layout.tensor, layout.pipeline, layout.context, layout.expert, layout.expert_tensor)
+        return self.placement, self.train_gpus, *sizes, engine
+
 
 @dataclass(frozen=True)
 class Search:
-    """`ranked`: fastest first. What was tried, and what a bound made needless."""
+    """`ranked`: fastest first, one of each kind. What was tried, and what a bound made needless."""
 
     ranked: tuple[Choice, ...]
     counts: Counts
@@ -127,7 +143,7 @@ def search(request: Request) -> Search:
     found = _Joint(request)
     ranked = found.ranked()
     if not ranked:
-        raise ValueError(_impossible(request))
+        raise ValueError(found.refused or _impossible(request, engines=bool(found.simulated)))
     tried = (found.plans, found.pruned, found.splits, found.splits_pruned)
     return Search(tuple(ranked), found.counts, len(found.simulated), *tried)
 
@@ -138,6 +154,8 @@ class _Joint:
         self.plans = self.pruned = self.splits = self.splits_pruned = 0
         self.simulated: dict[Serving, float] = {}
         """Seconds of a step's rollouts; infinite where a response does not fit."""
+        self.refused = ""
+        """Why the last plan that the recipe's checks refuse cannot run."""
         self._best: list[Choice] = []
 
     def ranked(self) -> list[Choice]:
@@ -154,12 +172,25 @@ class _Joint:
         return self._best
 
     def _keep(self, choice: Choice) -> None:
-        self._best = sorted([*self._best, choice], key=lambda one: one.seconds)[:KEPT]
+        alike = [one for one in self._best if one.kind == choice.kind]
+        if choice.seconds >= min([self._worst, *(one.seconds for one in alike)]):
+            return
+        try:
+            self.request.check(choice)
+        except RecipeError as error:
+            self.refused = str(error)
+            return
+        others = (one for one in self._best if one.kind != choice.kind)
+        kept = sorted([*others, choice], key=lambda one: one.seconds)[:KEPT]
+        self._best = [one for one in kept if one.seconds <= FAR * kept[0].seconds]
 
     @property
     def _worst(self) -> float:
-        """Seconds that a plan must stay below to be ranked."""
-        return self._best[-1].seconds if len(self._best) == KEPT else math.inf
+        """Seconds that a plan of a new kind must stay below to be ranked."""
+        if not self._best:
+            return math.inf
+        far = FAR * self._best[0].seconds
+        return min(far, self._best[-1].seconds) if len(self._best) == KEPT else far
 
     def _colocated(self) -> None:
         request, rollouts = self.request, self.request.work.rollouts
@@ -167,11 +198,12 @@ class _Joint:
         if rollouts.max_lag and not rollouts.interrupt:
             return  # the recipe would be refused
         gpus, gpu = request.gpus, request.machine.gpu
-        engines = [self._serving(tensor, gpus, MOST_FRACTION) for tensor in self._tensors(gpus)]
+        most = float(request.fixed.get("mem_fraction_static", MOST_FRACTION))
+        engines = [self._serving(tensor, gpus, most) for tensor in self._tensors(gpus)]
         least = min((self._rollout_s(one) for one in engines), default=math.inf)
         tried = set[tuple[Layout, int]]()
         for share in (0.0,) if request.offload else LEAST_FRACTIONS:
-            found = trainings(request.ask(gpus, AROUND_BYTES + share * gpu.memory), self.counts)
+            found = trainings(request.ask(gpus, AROUND_BYTES + share * NOMINAL * gpu.memory), self.counts)
             new = [one for one in found if (one.training.layout, one.max_tokens) not in tried]
             tried.update((one.training.layout, one.max_tokens) for one in new)
             self.plans += len(new) * len(engines)
@@ -179,22 +211,29 @@ class _Joint:
                 if one.seconds + least >= self._worst:
                     self.pruned += (len(new) - number) * len(engines)
                     break
+                held = one.memory.buffers if request.offload else one.memory.total
                 for serving in engines:
-                    self._add("colocated", gpus, one, replace(serving, fraction=self._left(one)))
+                    if one.seconds + self._rollout_s(serving) >= self._worst:
+                        self.pruned += 1
+                    elif (fraction := self._fraction(held)) is not None:
+                        self._add("colocated", gpus, one, replace(serving, fraction=fraction))
 
-    def _left(self, trained: Trained) -> float:
-        """The share of a GPU that engines may have beside what is trained."""
-        gpu = self.request.machine.gpu
-        held = trained.memory.buffers if self.request.offload else trained.memory.total
-        share = (PLANNED * NOMINAL * gpu.memory - held - AROUND_BYTES) / gpu.memory
-        return min(MOST_FRACTION, round(math.floor(share / FRACTION_STEP) * FRACTION_STEP, 2))
+    def _fraction(self, held: float) -> float | None:
+        """The share of a GPU that engines have beside so many bytes; None where it cannot be the one that is given."""
+        whole = NOMINAL * self.request.machine.gpu.memory
+        taken = (held + AROUND_BYTES) / whole
+        if given := self.request.fixed.get("mem_fraction_static"):
+            return float(given) if float(given) <= 1 - taken else None
+        return min(MOST_FRACTION, round(math.floor((PLANNED - taken) / FRACTION_STEP) * FRACTION_STEP, 2))
 
     def _disaggregated(self) -> None:
-        request = self.request
+        request, fraction = self.request, self._fraction(0.0)
+        if fraction is None:
+            return
         for train in self._splits():
             self.splits += 1
             rest = request.gpus - train
-            engines = [self._serving(tensor, rest, MOST_FRACTION) for tensor in self._tensors(rest)]
+            engines = [self._serving(tensor, rest, fraction) for tensor in self._tensors(rest)]
             engines.sort(key=self._rollout_s)
             if not engines or self._rollout_s(engines[0]) >= self._worst or self._least_s(train) >= self._worst:
                 self.splits_pruned += 1
@@ -207,15 +246,25 @@ class _Joint:
                     self._add("disaggregated", train, one, serving)
 
     def _splits(self) -> list[int]:
-        """GPUs that train: whole nodes, or part of the only one."""
+        """GPUs that train: whole nodes, or part of the only one; of many, those that can be divided in most ways."""
         request = self.request
         if given := request.fixed.get("train_ranks"):
             return [int(given)]
         unit = request.node if request.nodes > 1 else 1
         count = request.gpus // unit
         every = max(1, math.ceil((count - 1) / MOST_SPLITS))
-        middle_first = sorted(range(every, count, every), key=lambda part: abs(part - count / 2))
-        return [unit * part for part in middle_first]
+        chosen = [
+            max(range(start, min(start + every, count)), key=lambda part: self._ways(unit * part))
+            for start in range(1, count, every)
+        ]
+        return [unit * part for part in sorted(chosen, key=lambda part: abs(part - count / 2))]
+
+    def _ways(self, train: int) -> int:
+        """Into how many sizes these GPUs, the others, and layers and experts among them can be divided."""
+        shape = self.request.shape
+        shared = (shape.layers, shape.experts.count if shape.experts is not None else 1)
+        ways = math.prod(len(divisors(math.gcd(train, size))) for size in (train, *shared))
+        return ways * len(self._tensors(self.request.gpus - train))
 
     def _least_s(self, gpus: int) -> float:
         """Seconds to train, were all GPUs at their best all the time."""
@@ -262,10 +311,6 @@ class _Joint:
     def _add(self, placement: Placement, train: int, trained: Trained, serving: Serving) -> None:
         request = self.request
         assert request.work.rollouts is not None
-        if given := request.fixed.get("mem_fraction_static"):
-            if float(given) > serving.fraction:
-                return
-            serving = replace(serving, fraction=float(given))
         rollout = self._rollout_s(serving)
         if not math.isfinite(rollout):
             return
@@ -290,9 +335,9 @@ class _Joint:
 
 
 def planned(request: Request, choice: Choice) -> Choice:
-    """With the publication's time by the reshard plan of this very choice; loads torch."""
+    """With the publication's time by the reshard plan of this very choice, unless it is negligible; loads torch."""
     serving, rollouts = choice.serving, request.work.rollouts
-    if serving is None or rollouts is None:
+    if serving is None or rollouts is None or choice.phases.publish < NEGLIGIBLE * choice.seconds:
         return choice
     first = choice.train_gpus if choice.placement == "disaggregated" else 0
     seconds = planned_s(
@@ -308,18 +353,25 @@ def planned(request: Request, choice: Choice) -> Choice:
     return replace(choice, phases=replace(choice.phases, publish=seconds))
 
 
-def _impossible(request: Request) -> str:
-    """What is missing, and the fewest GPUs of those tried on which something fits."""
-    have = request.ask(request.gpus).room / 1e9
-    least = least_bytes(request.ask(request.gpus))
+def _impossible(request: Request, *, engines: bool) -> str:
+    """What is missing (`engines`: some were possible), and the fewest GPUs of those tried on which something fits."""
+    gpus = int(request.fixed.get("train_ranks", request.gpus))
+    have = request.ask(gpus).room / 1e9
+    least = least_bytes(request.ask(gpus))
     if least is None:
         given = {name: value for name, value in request.fixed.items() if name in Layout.model_fields}
-        problems = layout_problems(Layout.model_validate(given), request.shape, request.gpus)
+        problems = layout_problems(Layout.model_validate(given), request.shape, gpus)
         why = "; ".join(problems) or "take another number of them, or fix less"
-        return f"no layout divides the model over {request.gpus} GPUs: {why}"
+        return f"no layout divides the model over {gpus} GPUs: {why}"
+    if least / 1e9 <= have and not engines:
+        return (
+            f"no engines can be made of {request.gpus} GPUs beside those that train: they must divide them, the nodes"
+            " and the model; and what is rolled out ahead of training (mode.max_lag) without mode.interrupt needs GPUs"
+            " of its own"
+        )
     if least / 1e9 <= have:
         return (
-            f"training alone fits on {request.gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"
+            f"training alone fits on {gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"
             " engines that hold the model and the longest response; take more nodes, or fix less"
         )
     text = f"no layout fits: the smallest needs {least / 1e9:.0f} GB on a GPU, which has {have:.0f} GB"

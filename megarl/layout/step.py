@@ -1,8 +1,7 @@
-"""How long a training step takes: rooflines of each layer's operations, collectives, the pipeline's bubble, the update.
+"""How long a training step takes: the work of each pipeline stage, the pipeline's bubble, the update.
 
-Sources: the pipeline's bubble and its interleaving from Narayanan et al. (arXiv 2104.04473, section 2.2), tensor and
-sequence parallelism from Korthikanti et al. (arXiv 2205.05198), attention without stored scores from Dao (arXiv
-2307.08691), whose backward pass computes five products for the forward pass's two. Times are seconds.
+Sources: the pipeline's bubble and its interleaving from Narayanan et al. (arXiv 2104.04473, section 2.2). Times are
+seconds; what the operations of a layer cost is in `operations.py`.
 """
 
 from __future__ import annotations
@@ -10,50 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megarl.layout.machine import Machine
-from megarl.layout.model import Attention, Layer, Linear, Mixture, Mlp, Scan
+from megarl.layout.model import Layer, Mixture
+from megarl.layout.operations import Cost, embedding_cost, layer_cost, output_cost, passes
 from megarl.layout.parameters import held, stages
-from megarl.layout.training import LOW, Training
+from megarl.layout.training import Training
 
 UNFUSED_ADAM_BYTES = 64.0
 """For each parameter, more than fused: torch's eight operations read and write 80 bytes, and clipping 8."""
-UNALIGNED = 8.0
-"""How much slower the products of unfused attention are with heads that are no multiple of 8 elements."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Seconds of one rank, by what they go to."""
-
-    gemm: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    """Norms, activations, casts: bound by memory."""
-    tensor: float = 0.0
-    """Tensor- and context-parallel collectives that nothing hides."""
-    expert: float = 0.0
-    """Exchange of tokens between expert-parallel ranks."""
-
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.gemm + other.gemm,
-            self.attention + other.attention,
-            self.memory + other.memory,
-            self.tensor + other.tensor,
-            self.expert + other.expert,
-        )
-
-    def __mul__(self, factor: float) -> Cost:
-        return Cost(
-            self.gemm * factor,
-            self.attention * factor,
-            self.memory * factor,
-            self.tensor * factor,
-            self.expert * factor,
-        )
-
-    @property
-    def seconds(self) -> float:
-        return self.gemm + self.attention + self.memory + self.tensor + self.expert
 
 
 @dataclass(frozen=True)
@@ -77,25 +39,19 @@ class Step:
 def step_time(training: Training, machine: Machine) -> Step:
     """Seconds of one step. Raises ValueError: the GPUs cannot be divided as the layout says."""
     layout, decoder, software = training.layout, training.decoder, training.software
-    each = [_layer(training, machine, kind) for kind in decoder.kinds]
-    parts = stages(decoder, layout.pipeline, layout.interleave)
+    each = [layer_cost(training, machine, kind) for kind in decoder.kinds]
+    parts = stages(decoder, layout.pipeline, layout.interleave, software.listed)
     works: list[tuple[Cost, float]] = []
     for stage in parts:
-        work, launches = Cost(), 0.0
+        work, host = Cost(), 0.0
         for count, cost, kind in zip(stage.layers, each, decoder.kinds, strict=True):
             work = work + cost * count
-            experts = isinstance(kind.mlp, Mixture)
-            launches += count * (machine.shares.expert_layer_s if experts else machine.shares.layer_s)
+            host += count * max(0.0, _host_s(training, machine, kind) - cost.seconds)
         if stage.last:
-            work = work + _output(training, machine)
+            work = work + output_cost(training, machine)
         if stage.first:
-            work = work + _embedding(training, machine)
-        if not software.fused_gradients and not training.adapters:
-            moved = training.element_bytes + 2 * software.gradient_bytes
-            work = work + Cost(memory=machine.memory_s(moved * held(decoder, layout, stage).total))
-        passes = 3 if layout.recompute == "full" else 2
-        host = 0.0 if software.graphs else passes * launches
-        works.append((work, max(work.seconds, host)))
+            work = work + embedding_cost(training, machine)
+        works.append((work, work.seconds + host))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
     bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
@@ -112,265 +68,54 @@ def step_time(training: Training, machine: Machine) -> Step:
 def forward_time(training: Training, machine: Machine) -> float:
     """Seconds of one forward pass over the step's sequences, which keeps nothing: for log-probabilities or values."""
     layout, decoder = training.layout, training.decoder
-    each = [_passes(training, machine, kind)[0].seconds for kind in decoder.kinds]
+    each = [passes(training, machine, kind)[0].seconds for kind in decoder.kinds]
     seconds = []
-    for stage in stages(decoder, layout.pipeline, layout.interleave):
+    for stage in stages(decoder, layout.pipeline, layout.interleave, training.software.listed):
         work = sum(count * one for count, one in zip(stage.layers, each, strict=True))
         if stage.last:
-            work += _output(training, machine).seconds / 3
+            work += output_cost(training, machine).seconds / 3
         seconds.append(work)
     hop = _hop(training, machine) * (training.micro_batches + layout.pipeline - 1)
     return max(seconds) * (training.micro_batches - 1) + sum(seconds) + hop
 
 
+def _host_s(training: Training, machine: Machine, layer: Layer) -> float:
+    """Seconds in which the host launches the kernels of a layer's passes, if it must."""
+    if training.software.graphs:
+        return 0.0
+    once = machine.shares.expert_layer_s if isinstance(layer.mlp, Mixture) else machine.shares.layer_s
+    return once * (3 if training.layout.recompute == "full" else 2)
+
+
 def _hop(training: Training, machine: Machine) -> float:
-    """Seconds to send a micro-batch's hidden states to the next stage."""
+    """Seconds to send a micro-batch's hidden states to the next stage, beyond what computation hides.
+
+    Each tensor-parallel rank sends its part; without sequence parallelism the receivers gather them (arXiv 2104.04473,
+    section 4.1).
+    """
     layout = training.layout
     if layout.pipeline == 1:
         return 0.0
-    sent = training.element_bytes * training.tokens * training.decoder.hidden
-    sent /= layout.tensor if training.sequence_parallel else 1
-    return machine.send_s(sent, training.gpus // layout.pipeline)
-
-
-def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
-    """Forward and backward pass of a micro-batch through one layer, and its recomputation."""
-    forward, backward = _passes(training, machine, layer)
-    total = forward + backward
-    if training.light_recompute:
-        total = total + _norms(training, machine, layer)[0] + Cost(memory=_activation_s(training, machine, layer.mlp))
-    if training.layout.recompute == "full":
-        return total + forward * training.recomputed
-    if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
-        return total + Cost(attention=forward.attention)
-    return total
-
-
-def _passes(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
-    """Forward and backward pass."""
-    forward, backward = Cost(), Cost()
-    for ahead, back in (
-        _mixer(training, machine, layer),
-        _mlp(training, machine, layer),
-        _norms(training, machine, layer),
-    ):
-        forward, backward = forward + ahead, backward + back
-    starts = Cost(
-        memory=_kernels(training, layer) * machine.shares.kernel_s * (0.3 if training.software.graphs else 1.0)
-    )
-    return forward + starts, backward + starts * 2
-
-
-def _kernels(training: Training, layer: Layer) -> int:
-    """How many kernels a forward pass starts; a backward pass starts twice as many."""
-    software = training.software
-    count = 3 * layer.norm_passes if software.fused_norm else 9 * layer.norm_passes
-    if layer.mixer is not None:
-        count += len(layer.mixer.linears) + (4 if software.fused_mlp else 12)
-        count += {"unfused": 6, "fused_softmax": 4}.get(software.kernel, 1)
-    if isinstance(layer.mlp, Mixture):
-        count += 24
-    elif layer.mlp is not None:
-        count += 3 if software.fused_mlp else 5
-    if training.precision in LOW:
-        count += 8
-    return count
-
-
-def _linears(training: Training, machine: Machine, linears: tuple[Linear, ...], tokens: float) -> tuple[Cost, Cost]:
-    """Products of layers that all tokens pass: one forward, two backward, one without gradients of weights."""
-    gemm = cast = 0.0
-    low = training.precision in LOW
-    for one in linears:
-        inputs, outputs = one.sizes(training.layout.tensor)
-        gemm += machine.gemm_s(tokens, inputs, outputs, training.precision)
-        if low:  # read 16 bits, write 8 and their transposed copy
-            cast += machine.memory_s(4.0 * tokens * inputs)
-    back = 1.0 if training.adapters else 2.0
-    return Cost(gemm=gemm, memory=cast), Cost(gemm=back * gemm, memory=cast)
-
-
-def _exchange(training: Training, machine: Machine) -> tuple[Cost, Cost]:
-    """Collectives around one tensor-parallel block: with sequence parallelism a gather before and a scatter after it.
-
-    Without it, an all-reduce after it, of the same bytes. The backward pass gathers the block's input again.
-    """
-    tensor = training.layout.tensor
-    one = machine.collective_s(training.element_bytes * training.tokens * training.decoder.hidden, tensor, 1)
-    shown = 1 - machine.shares.overlap if training.software.tensor_overlap else 1.0
-    again = 0.0 if training.software.asynchronous else one
-    return Cost(tensor=2 * one * shown), Cost(tensor=2 * one * shown + again)
-
-
-def _mixer(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
-    mixer = layer.mixer
-    if mixer is None:
-        return Cost(), Cost()
-    ahead, back = _linears(training, machine, mixer.linears, training.tokens)
-    core = _scan(training, machine, mixer) if isinstance(mixer, Scan) else _attention(training, machine, mixer)
-    around = _exchange(training, machine)
-    return ahead + core[0] + around[0], back + core[1] + around[1]
-
-
-def _attention(training: Training, machine: Machine, attention: Attention) -> tuple[Cost, Cost]:
-    """Scores, softmax and values, of a causal mask's half where the kernel leaves the rest out."""
-    software, layout = training.software, training.layout
-    heads = attention.heads / layout.tensor
-    tokens, sequence = training.tokens, training.sequence
-    seen = sequence if attention.window is None else min(sequence, 2 * attention.window)
-    pairs = tokens * seen * heads
-    peak = machine.gpu.flops_16 * machine.shares.attention[software.kernel]
-    rotated = tokens * heads * attention.key if attention.rotary else 0.0
-    rope = machine.memory_s((4.0 if software.fused_mlp else 16.0) * training.element_bytes * rotated)
-    if software.kernel in ("unfused", "fused_softmax"):
-        flops = 2.0 * pairs * (attention.key + attention.value)
-        if attention.key % 8:  # tensor cores want operands of 16 bytes
-            flops *= UNALIGNED
-        # writes scores, softmax reads and writes them, the product reads them; unfused: scale, mask and a softmax apart
-        moved = pairs * (8.0 if software.kernel == "fused_softmax" else 22.0)
-        dropout = pairs * 5.0 if training.decoder.dropout else 0.0
-        once = flops / peak + machine.memory_s(moved + dropout)
-        ahead, back = once, 2 * once
-    else:
-        flops = pairs * (attention.key + attention.value)
-        if software.packed and layout.context > 1:  # a rank's queries and keys make no triangle
-            flops *= 2
-        ahead = flops / peak
-        back = 2.5 * ahead / 0.8
-    kv = attention.kv_heads / min(layout.tensor, attention.kv_heads) * (attention.key + attention.value)
-    kv *= training.element_bytes * tokens * layout.context
-    if software.packed:
-        own = training.element_bytes * tokens * heads * (attention.key + attention.value)
-        around = rope + machine.memory_s(2 * (own + kv))
-        gather = 2 * machine.collective_s(kv / 2, layout.context, layout.tensor)
-        return Cost(attention=ahead, memory=around, tensor=gather), Cost(attention=back, memory=around, tensor=gather)
-    ring = 0.0
-    if layout.context > 1:  # keys and values go round, beside the products
-        one = machine.collective_s(kv, layout.context, layout.tensor)
-        ring = max(0.0, one - machine.shares.overlap * ahead)
-    return Cost(attention=ahead, memory=rope, tensor=ring), Cost(attention=back, memory=rope, tensor=2 * ring)
-
-
-def _scan(training: Training, machine: Machine, scan: Scan) -> tuple[Cost, Cost]:
-    """The chunked scan: products within chunks and with the state, and its convolution."""
-    tokens, inner = training.tokens, scan.inner / training.layout.tensor
-    flops = 2.0 * tokens * inner * (scan.chunk + 3 * scan.state)
-    seconds = flops / (machine.gpu.flops_16 * machine.shares.scan)
-    moved = machine.memory_s(tokens * (16.0 * inner + 8.0 * scan.groups * scan.state / training.layout.tensor))
-    return Cost(attention=seconds, memory=moved), Cost(attention=2.5 * seconds, memory=2 * moved)
-
-
-def _mlp(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
-    if layer.mlp is None:
-        return Cost(), Cost()
-    if isinstance(layer.mlp, Mixture):
-        return _mixture(training, machine, layer.mlp)
-    around = _exchange(training, machine)
-    ahead, back = _dense(training, machine, layer.mlp)
-    return ahead + around[0], back + around[1]
-
-
-def _dense(training: Training, machine: Machine, mlp: Mlp) -> tuple[Cost, Cost]:
-    ahead, back = _linears(training, machine, (mlp.up, mlp.down), training.tokens)
-    act = _activation_s(training, machine, mlp)
-    return ahead + Cost(memory=act), back + Cost(memory=5 / 3 * act)
-
-
-def _activation_s(training: Training, machine: Machine, mlp: Mlp | Mixture | None) -> float:
-    """Seconds of the activation in a forward pass."""
-    if mlp is None:
-        return 0.0
-    shared = training.tokens / training.layout.tensor
-    if isinstance(mlp, Mixture):
-        routed = machine.memory_s(_activation(training, mlp.expert) * shared * mlp.active)
-        return routed + _activation_s(training, machine, mlp.shared)
-    return machine.memory_s(_activation(training, mlp) * shared)
-
-
-def _activation(training: Training, mlp: Mlp) -> float:
-    """Bytes for each token to read what the first layer makes, and write what the second takes."""
-    if not mlp.fusable:
-        return 60.0 * mlp.width
-    elements = 3.0 if mlp.gated else 2.0
-    if not training.software.fused_mlp:
-        elements += 2.0
-    return elements * training.element_bytes * mlp.width
-
-
-def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Cost, Cost]:
-    """Router, exchange of tokens, the rank's experts, and the way back. Tokens are spread evenly over experts."""
-    layout, hidden = training.layout, mixture.expert.up.inputs
-    own = training.tokens / layout.tensor  # experts want sequence parallelism
-    routed = own * mixture.active
-    group = layout.expert * layout.expert_tensor
-    rows = routed * group / mixture.count
-    local = mixture.count / layout.expert
-    low = 4.0 if training.precision in LOW else 0.0
-    gemm = cast = 0.0
-    for one in (mixture.expert.up, mixture.expert.down):
-        inputs, outputs = one.sizes(layout.expert_tensor)
-        gemm += machine.gemm_s(rows, inputs, outputs, training.precision, local)
-        cast += machine.memory_s(low * rows * local * inputs)
-    act = machine.memory_s(_activation(training, mixture.expert) * routed)
-    permute = machine.memory_s(8.0 * routed * hidden + 16.0 * own * mixture.count)
-    router = machine.gemm_s(own, mixture.router.inputs, mixture.router.outputs, training.rest)
-    software = training.software
-    send = machine.exchange_s(
-        training.element_bytes * own * hidden, mixture.active, layout.expert, layout.expert_tensor, software.send_once
-    )
-    send *= 1 - machine.shares.overlap if software.expert_overlap else 1.0
-    wait = 0.0 if software.graphs else machine.shares.routing_s
-    gathered = training.element_bytes * routed * hidden * layout.expert_tensor
-    gather = machine.collective_s(gathered, layout.expert_tensor, 1)
-    ahead = Cost(gemm=gemm + router, memory=act + permute + cast + wait, expert=2 * send, tensor=2 * gather)
-    back = Cost(gemm=2 * gemm + 2 * router, memory=5 / 3 * act + permute + cast, expert=2 * send, tensor=2 * gather)
-    if mixture.shared is not None:
-        dense = _dense(training, machine, mixture.shared)
-        ahead, back = ahead + dense[0], back + dense[1]
-    if mixture.latent:
-        around = _linears(training, machine, mixture.latent, own)
-        ahead, back = ahead + around[0], back + around[1]
-    return ahead, back
-
-
-def _norms(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
-    """Norms and the additions to the residual stream, of all tokens or of a sequence-parallel rank's."""
-    shared = training.layout.tensor if training.sequence_parallel else 1
-    elements = training.tokens * training.decoder.hidden / shared
-    norm = 4.0 if training.software.fused_norm else 40.0
-    add = (3.0 + (1.0 if training.decoder.dropout else 0.0)) * training.element_bytes
-    seconds = machine.memory_s(layer.norm_passes * elements * (norm + add))
-    return Cost(memory=seconds), Cost(memory=1.5 * seconds)
-
-
-def _output(training: Training, machine: Machine) -> Cost:
-    """Logits and their cross entropy in 32 bits."""
-    decoder, tensor = training.decoder, training.layout.tensor
-    outputs = 1 if decoder.head else decoder.padded_vocab(tensor) // tensor
-    gemm = machine.gemm_s(training.tokens, decoder.hidden, outputs, training.rest)
-    around = _exchange(training, machine)
-    gathered = 0.0
-    if training.software.gathered_logits:
-        gathered = machine.collective_s(training.element_bytes * training.tokens * outputs * tensor, tensor, 1)
-        outputs *= tensor
-    moved = machine.memory_s(24.0 * training.tokens * outputs)
-    passes = 4 if training.software.chunked_logits else 3
-    return Cost(gemm=passes * gemm, memory=moved, tensor=gathered) + (around[0] + around[1]) * 0.5
-
-
-def _embedding(training: Training, machine: Machine) -> Cost:
-    return Cost(memory=machine.memory_s(16.0 * training.tokens * training.decoder.hidden))
+    whole = training.element_bytes * training.tokens * training.decoder.hidden
+    seconds = machine.send_s(whole / layout.tensor, training.gpus // layout.pipeline)
+    if not training.sequence_parallel:
+        seconds += machine.collective_s(whole, layout.tensor, 1)
+    hidden = layout.interleave > 1 and training.software.pipeline_overlap
+    return seconds * (1 - machine.shares.overlap if hidden else 1.0)
 
 
 def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple[float, float]:
     """Data-parallel collectives that are not hidden, and the optimizer, of the rank with the most parameters."""
     layout, software = training.layout, training.software
-    parts = [held(training.decoder, layout, stage) for stage in stages(training.decoder, layout.pipeline)]
+    divided = stages(training.decoder, layout.pipeline, layout.interleave, software.listed)
+    parts = [held(training.decoder, layout, stage) for stage in divided]
     most = max(parts, key=lambda part: part.total)
     copies = training.data * layout.context
     expert_copies = max(1, copies * layout.tensor // (layout.expert * layout.expert_tensor))
-    if training.adapters:
+    if training.adapters and training.sharding != "full":
         return 0.0, 0.0
+    # a pipeline keeps what it has gathered for all of its micro-batches
+    times = 1 if layout.pipeline > 1 else training.micro_batches
     seconds = 0.0
     for count, ranks, stride in (
         (most.dense, copies, layout.tensor),
@@ -379,13 +124,15 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
         scatter = machine.collective_s(float(software.gradient_bytes) * count, ranks, stride)
         gather = machine.collective_s(training.element_bytes * count, ranks, stride)
         if training.sharding == "full":
-            seconds += training.micro_batches * (2 * gather + scatter)
+            seconds += times * (2 * gather + (0.0 if training.adapters else scatter))
         else:
             seconds += scatter + (gather if training.sharding == "optimizer" else scatter)
     if training.sharding == "full":
-        seconds = max(0.0, seconds - machine.shares.overlap * micro_batch_s * training.micro_batches)
+        seconds = max(0.0, seconds - micro_batch_s * training.micro_batches)
     elif software.data_overlap:
         seconds = max((1 - machine.shares.overlap) * seconds, seconds - machine.shares.overlap * micro_batch_s)
+    if training.adapters:
+        return seconds, 0.0
     shared = copies if training.sharding != "none" else 1
     own = most.dense / shared + most.experts / (expert_copies if training.sharding != "none" else 1)
     # reads the gradient, reads and writes master weights and both moments, writes the weights; the norm reads again

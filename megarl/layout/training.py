@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config import Layout
@@ -26,19 +26,33 @@ class Software:
     kernel: Kernel = "cudnn"
     fused_norm: bool = True
     """Norms in one pass over memory; else in 32 bits, operation by operation."""
+    norm_bytes: float = 10.0
+    """What a norm that is not fused keeps of each element: the input in 16 bits, and in 32 before and behind the
+    division. Only torch's own, whose input nothing else needs, drops the first."""
     fused_mlp: bool = True
     """Activations and rotary positions in one pass."""
+    activation_copies: int = 1
+    """Of what a gated activation that is not fused keeps beside its input and output, each as wide as the MLP: the half
+    behind the nonlinearity, and where Megatron-core adds an offset to the other half, be it 0, that one as well."""
     packed: bool = False
     """Attention copies the queries, keys and values of each sequence, with those keys and values that other
     context-parallel ranks have, and puts its output in order again; it masks what a kernel's triangle does not."""
+    grouped: bool = True
+    """Packed attention takes fewer keys than queries always; else not with a mask nor in 32 bits."""
+    plain_heads: bool = False
+    """Packed attention holds scores, and works in 32 bits, where keys and values differ in size or there are sinks."""
+    freed_outputs: bool = True
+    """A pipeline stage frees the hidden states that it has sent; else they stay until their backward pass."""
+    fused_gradients: bool = True
+    """Products of gradients of weights add them to those of earlier micro-batches; else that is a pass of its own."""
     tensor_overlap: bool = True
     """Tensor-parallel collectives run beside the matrix products that they feed."""
+    backward_overlap: bool = True
+    """At least those of gradients run beside the products of weights' gradients."""
     data_overlap: bool = True
     """Gradients are summed and weights gathered while others are computed."""
     asynchronous: bool = True
     """A collective can run beside a product: in the backward pass that of a linear layer's input does."""
-    fused_gradients: bool = True
-    """Gradients of weights are added to their buffer by the products that make them; else in a pass over memory."""
     fused_adam: bool = True
     """Adam in one pass over memory; else operation by operation."""
     graphs: bool = False
@@ -47,6 +61,10 @@ class Software:
     """A token for several experts of one node is sent there once (DeepEP, HybridEP)."""
     expert_overlap: bool = False
     """Tokens are exchanged while others are computed."""
+    pipeline_overlap: bool = True
+    """Interleaved pipelines send while they compute."""
+    listed: tuple[int, int] = (0, 0)
+    """See `stages`: what is counted as layers, before and behind them, where stages divide them."""
     gradient_bytes: int = 4
     partition_bytes: float = 12.0
     """Of the optimizer's state for each parameter: master weights and two moments in 32 bits, maybe a gradient."""
@@ -59,6 +77,31 @@ class Software:
     buffer_bytes: float = 0.0
     """The program's own buffers."""
 
+
+MEGARL = Software(
+    kernel="flash2",
+    fused_mlp=False,
+    activation_copies=2,
+    packed=True,
+    grouped=False,
+    freed_outputs=False,
+    fused_gradients=False,
+    tensor_overlap=False,
+    send_once=False,
+    chunked_logits=True,
+)
+"""How megarl trains on GPUs: torch's attention, norms in one kernel, activations and rotary positions not, logits in
+parts."""
+MEGARL_CPU = replace(
+    MEGARL,
+    fused_norm=False,
+    norm_bytes=8.0,
+    grouped=True,
+    plain_heads=True,
+    asynchronous=False,
+    fused_adam=False,
+)
+"""And without one: torch's own operations, and gloo, which needs the cores that compute."""
 
 ROUNDING = 1e-9
 

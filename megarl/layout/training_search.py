@@ -17,11 +17,8 @@ from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL, Memory, memory
 from megarl.layout.model import Decoder, decoder
 from megarl.layout.step import Step, forward_time, step_time
-from megarl.layout.training import Precision, Software, Training
+from megarl.layout.training import MEGARL, Precision, Software, Training
 from megarl.layout.workload import Division, Work
-
-MEGARL = Software(kernel="flash2", fused_mlp=False, tensor_overlap=False, send_once=False, chunked_logits=True)
-"""How megarl trains: torch's attention, norms in one kernel, activations and rotary positions not, logits in parts."""
 
 PLANNED = 0.95
 """Of a GPU's memory, what a plan may fill: predictions are some percent off."""
@@ -120,14 +117,19 @@ def least_bytes(ask: Ask) -> float | None:
 def _timed(ask: Ask, training: Training, division: Division, max_tokens: int, needed: Memory, stage: int) -> Trained:
     work, machine = ask.work, ask.machine
     step = step_time(training, machine)
-    each = step.seconds + (division.imbalance - 1) * step.work.seconds
-    update = each * work.updates
+    update = _uneven(step, division) * work.updates
     if work.critic:
-        update += step_time(replace(training, decoder=_critic(training.decoder)), machine).seconds * work.updates
+        critic = replace(training, decoder=_critic(training.decoder))
+        update += _uneven(step_time(critic, machine), division) * work.updates
     score = 0.0
     if work.scored:
         score = work.scored * division.imbalance * forward_time(training, machine) * work.updates / work.epochs
     return Trained(training, max_tokens, step, needed, stage, score, update)
+
+
+def _uneven(step: Step, division: Division) -> float:
+    """Seconds where others wait for the rank that has most to do."""
+    return step.seconds + (division.imbalance - 1) * step.work.seconds
 
 
 def _critic(policy: Decoder) -> Decoder:
@@ -153,6 +155,10 @@ def _candidates(ask: Ask, model: Decoder, layout: Layout) -> Iterator[tuple[Trai
         division = work.divided(base.data, max_tokens * layout.context)
         peak = replace(base, micro_batch=division.largest / work.sequence)
         mean = replace(base, micro_batch=share / base.data / division.micro_batches)
+        if layout.interleave > 1:  # all are as long as the longest, and as many as the stages, or twice as many, ...
+            count = -(-division.micro_batches // layout.pipeline) * layout.pipeline
+            peak = mean = replace(peak, global_batch=count * base.data * peak.micro_batch)
+            division = replace(division, imbalance=1.0)
         for how in ways:
             chosen = layout.model_copy(update={"recompute": how})
             stages = [_with_others(work, one) for one in memory(replace(peak, layout=chosen))]

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal, TypeVar, get_args
 
-from megarl.config import AnyRecipe, Critic, ModelShape, RewardModelRecipe, RlRecipe
+from megarl.config import (
+    AnyRecipe,
+    Critic,
+    InformativeGroups,
+    ModelShape,
+    RemaxAdvantage,
+    RewardModelRecipe,
+    RlRecipe,
+)
 from megarl.data import plan_microbatches
 from megarl.simulator import LengthModel, Workload
 
@@ -16,7 +25,8 @@ WorkStage = Literal["sft", "grpo", "ppo"]
 WORK_STAGES: tuple[WorkStage, ...] = get_args(WorkStage)
 
 MOST_RANKS, MOST_A_RANK = 16, 64
-"""Data-parallel ranks, and sequences of each, of which a share of the step's is divided to see how evenly that goes."""
+"""Data-parallel ranks, and sequences of each (more if two micro-batches have more), of which a share of the step's is
+divided to see how evenly that goes."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +94,17 @@ class Division:
 @cache
 def _divided(lengths: tuple[int, ...], ranks: int, max_tokens: int, linear: float) -> Division:
     """As the trainer divides them; of many ranks, or of many sequences, a share with its share of the other."""
-    some = min(ranks, MOST_RANKS)
     each = len(lengths) / ranks
-    chosen = lengths[: max(some, round(some * min(each, MOST_A_RANK)))]
+    enough = max(MOST_A_RANK, math.ceil(2 * max_tokens * len(lengths) / sum(lengths)))
+    some = min(ranks, max(1, MOST_RANKS * MOST_A_RANK // enough))
+    chosen = lengths[: max(some, round(some * min(each, enough)))]
 
     def cost(length: int) -> float:
         return length * (1 + length / linear)
 
     plan = plan_microbatches(chosen, max_tokens=max_tokens, ranks=some, cost=cost)
     work = [sum(cost(chosen[i]) for batch in rank for i in batch) for rank in plan]
-    largest = max(sum(chosen[i] for i in batch) for rank in plan for batch in rank)
+    largest = max(max(lengths), *(sum(chosen[i] for i in batch) for rank in plan for batch in rank))
     count = max(1, round(len(plan[0]) * each / (len(chosen) / some)))
     return Division(count, largest, max(work) * some / sum(work))
 
@@ -136,12 +147,12 @@ def work_of(recipe: AnyRecipe, lengths: Lengths, shape: ModelShape, groups: Work
             known = [group.prompt + length for group in groups.groups for length in group.lengths]
             return Work(tuple(_repeated(known, count)), linear)
         return Work(lengths.sequences(shape.max_positions, count), linear)
-    cap, size = recipe.rollout.max_new_tokens, recipe.batch.group_size
+    cap, (asked, samples) = recipe.rollout.max_new_tokens, _generated(recipe)
     if groups is None:
-        groups = lengths.responses(cap, recipe.batch.prompts, size)
+        groups = lengths.responses(cap, asked, samples)
     else:
-        chosen = _repeated(groups.groups, recipe.batch.prompts)
-        cut = [replace(one, lengths=tuple(_repeated(one.lengths, size))) for one in chosen]
+        chosen = _repeated(groups.groups, asked)
+        cut = [replace(one, lengths=tuple(_repeated(one.lengths, samples))) for one in chosen]
         groups = Workload(tuple(cut), max(cap, groups.cap))
     algorithm, mode = recipe.algorithm, recipe.mode
     reference = bool(algorithm.kl.coefficient)
@@ -149,8 +160,9 @@ def work_of(recipe: AnyRecipe, lengths: Lengths, shape: ModelShape, groups: Work
     critic = isinstance(recipe.critic, Critic)
     value_bytes = 4 if recipe.engine_dtype == "float32" else 2
     old = algorithm.updates > 1 or (reference and algorithm.kl.where == "reward")
+    learned = groups.groups[: recipe.batch.prompts]
     return Work(
-        tuple(group.prompt + length for group in groups.groups for length in group.lengths),
+        tuple(one.prompt + length for one in learned for length in one.lengths[: recipe.batch.group_size]),
         linear,
         updates=algorithm.updates,
         epochs=algorithm.epochs,
@@ -168,6 +180,13 @@ def work_of(recipe: AnyRecipe, lengths: Lengths, shape: ModelShape, groups: Work
             mode.ask,
         ),
     )
+
+
+def _generated(recipe: RlRecipe) -> tuple[int, int]:
+    """Groups of a step, and responses in each, with those that it does not learn from: over-sampled, or greedy."""
+    sampling, advantage = recipe.batch.sampling, recipe.algorithm.advantage
+    asked = sampling.ask if isinstance(sampling, InformativeGroups) else None
+    return asked or recipe.batch.prompts, recipe.batch.group_size + isinstance(advantage, RemaxAdvantage)
 
 
 def staged(work: Work, stage: WorkStage) -> Work:

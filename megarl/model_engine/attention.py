@@ -103,9 +103,9 @@ class _Part:
 
 
 def _width(length: int) -> int:
-    """Lengths of one width share a block: four widths to an octave, so that a fifth of it is padding at most."""
+    """Lengths of one width share a block: four widths to an octave, so that 7 tokens or a fifth are padding at most."""
     step = max(8, 1 << max(length.bit_length() - 3, 0))
-    return -(-length // step)
+    return -(-length // step) * step
 
 
 def _pad(rows: list[Tensor]) -> Tensor:

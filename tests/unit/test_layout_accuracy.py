@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megarl.layout import Shares, step_time
-from tools.bench.layout_accuracy import TABLE, error, spearman
-from tools.bench.layout_fit import BOUNDS, fit
+from tools.bench.layout_accuracy import TABLE, error, left_out_errors, memory_errors, repeats, spearman, timed
+from tools.bench.layout_fit import BOUNDS, fit, neutral
 from tools.bench.published_layouts import Run, machine, read_rows, read_runs
 
 ROOT = Path(__file__).parents[2]
@@ -42,38 +44,58 @@ def test_another_table_may_have_rows_of_one_kind_or_none(status: str, tmp_path: 
     assert (found["oom_found"] == "nan") == (status != "oom")
 
 
-def test_sizes_that_a_row_leaves_open_follow_from_its_parameters() -> None:
-    for run in runs():
-        billions = float(run.row["params_b"])
-        # MPT's positions are as long as the sequences; the others are parts of models, named without the embedding
-        if run.row["hidden"] and not run.model.startswith(("mpt", "gpt-18b", "gpt-20b")):
-            assert run.training.decoder.parameters / 1e9 == pytest.approx(billions, rel=0.08), run.model
-
-
-def test_a_row_that_cannot_be_asked_is_named_with_the_reason() -> None:
-    good = next(run.row for run in runs() if run.model == "llama-65b")
-    bad = [good | change for change in ({"gpu": "V100"}, {"n_gpus": "100"}, {"tp": ""}, {"hidden": ""}, {"seq": "x"})]
-    kept, left_out = read_runs([good, *bad])
-    assert len(kept) == 1
-    reasons = [why for _, why in left_out]
-    assert reasons[0] == "GPU V100 is not known"
-    assert "cannot be divided" in reasons[1]
-    assert reasons[2:4] == ["tp is not given", "the model's sizes are not given"]
-
-
 def test_the_fit_finds_shares_that_made_the_times() -> None:
+    """Nothing of the shares in use is known to it: it starts from the middle of its bounds."""
     chosen = [run for run in runs() if run.model == "llama-65b" and run.seconds is not None]
-    truth = Shares(memory=0.8, collective_s=3e-5)
+    truth = replace(neutral(), memory=0.85, collective_s=5e-5, kernel_s=3e-6)
     made = [Run(run.row, run.training, step_time(run.training, machine(run.row, truth)).seconds) for run in chosen[::6]]
-    found = fit(made, Shares(), rounds=6)
-    before, after = (sum(abs(error(run, shares)) for run in made) / len(made) for shares in (Shares(), found))
+    found = fit(made)
+    before, after = (sum(abs(error(run, shares)) for run in made) / len(made) for shares in (neutral(), found))
     assert after < before / 4
     for name, (low, high) in BOUNDS.items():
         value = getattr(found, name)
         kinds = (
             [one for kind, one in value.items() if kind not in ("fp32", "bf16")] if isinstance(value, dict) else [value]
         )
-        assert all(low <= one <= high for one in kinds), name
+        assert all(low * 0.999 <= one <= high * 1.001 for one in kinds), name
+
+
+def test_what_no_row_tells_stays_at_the_guess() -> None:
+    chosen = [run for run in runs() if run.model == "llama-65b" and run.seconds is not None]
+    found = fit(chosen[::12], rounds=2)
+    assert found.gemm["A100"] != neutral().gemm["A100"]
+    assert found.gemm["B200"] == pytest.approx(neutral().gemm["B200"])
+    assert found.scan == pytest.approx(neutral().scan)
+
+
+def test_a_group_is_predicted_from_the_others_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """With one model's times doubled, its errors are those of a fit that never saw them."""
+    names = {"llama-65b": 8, "llama-13b": 8}
+    chosen = [run for name, step in names.items() for run in timed(runs()) if run.model == name][::5]
+    doubled = [replace(run, seconds=2 * run.seconds) if run.model == "llama-65b" else run for run in chosen]  # type: ignore[operator]
+    for each in (chosen, doubled):
+        left_out_errors(each, "model")
+    plain, twice = (
+        next(line.split() for line in text.splitlines() if line.endswith("llama-65b"))
+        for text in capsys.readouterr().out.split("step time of each model")[1:]
+    )
+    signed = [float(words[3].rstrip("%")) / 100 for words in (plain, twice)]
+    assert (1 + signed[0]) / (1 + signed[1]) == pytest.approx(2, rel=0.01)
+
+
+def test_rows_that_failed_otherwise_say_nothing_of_memory() -> None:
+    some = [run for run in runs() if run.model == "llama-65b"][:40]
+    failed = [replace(run, row=run.row | {"status": "failed"}) for run in some]
+    assert memory_errors(some + failed, Shares()) == memory_errors(some, Shares())
+
+
+def test_repeats_are_rows_that_ask_the_same() -> None:
+    one, other = (next(run for run in timed(runs()) if run.model == name) for name in ("llama-65b", "llama-13b"))
+    seconds = [100.0, 110.0, 105.0]
+    made = [replace(one, seconds=each) for each in seconds] + [replace(other, seconds=1.0)]
+    ((spread, count),) = repeats(made).values()
+    assert count == 2
+    assert spread == pytest.approx(float(np.std(np.log(seconds), ddof=1)))
 
 
 def test_ranks_that_are_equal_share_their_mean() -> None:

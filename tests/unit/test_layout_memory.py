@@ -9,6 +9,7 @@ import pytest
 
 from megarl.config import Layout
 from megarl.layout import (
+    MEGARL,
     Decoder,
     Layer,
     Linear,
@@ -66,33 +67,111 @@ def test_selective_recomputation_drops_the_scores() -> None:
 
 @pytest.mark.parametrize(("pipeline", "interleave"), [(1, 1), (2, 1), (4, 1), (2, 2), (2, 4), (4, 2)])
 def test_the_first_stage_keeps_all_layers_and_interleaving_adds(pipeline: int, interleave: int) -> None:
-    """Section 4.2.3: the first of p stages keeps L layers' worth, (p - 1) / (p v) more with v parts."""
+    """Section 4.2.3: the first of p stages keeps L layers' worth, (p - 1) / (p v) more with v parts. Then masks (4.3),
+    and with one stage the last norm's input and the output's, with several the gradient that was received last."""
     one = training(pipeline=pipeline, interleave=interleave, sequence_parallel=False)
     first = memory(one)[0].activations
     more = 1 + (pipeline - 1) / (pipeline * interleave) if interleave > 1 else 1.0
-    under_way = pipeline * more
-    inputs = SEQUENCE * BATCH * HIDDEN * 2  # of the embedding
-    assert first == pytest.approx(LAYERS * more * layer_bytes(one, one.decoder.kinds[0]) + under_way * inputs)
+    states = SEQUENCE * BATCH * HIDDEN
+    masks = pipeline * more * states
+    around = masks + (4 * states if pipeline == 1 else 2 * states)
+    assert first == pytest.approx(LAYERS * more * layer_bytes(one, one.decoder.kinds[0]) + around)
 
 
 def test_later_stages_keep_fewer_micro_batches() -> None:
+    """3, 2 and 1. Beside them: of the backward pass before what was received, and two gradients; at the end that and
+    what the output needs, but one gradient less."""
     kept = [stage.activations for stage in memory(training(pipeline=4))[1:]]
-    assert kept[0] / 3 == pytest.approx(kept[1] / 2) == pytest.approx(kept[2])
+    states = SEQUENCE * BATCH * HIDDEN * 2
+    layers = [kept[0] - 3 * states, kept[1] - 3 * states, kept[2] - 4 * states]
+    assert layers[0] / 3 == pytest.approx(layers[1] / 2) == pytest.approx(layers[2])
 
 
 def test_no_more_is_kept_than_there_are_micro_batches() -> None:
     one = training(pipeline=8, gpus=8)
     assert one.micro_batches == 32
-    few = replace(one, global_batch=2)
-    assert memory(few)[0].activations == pytest.approx(memory(one)[0].activations / 8)
+    eight, few = replace(one, global_batch=16), replace(one, global_batch=2)
+    assert memory(few)[0].activations == pytest.approx(memory(eight)[0].activations / 8)
+    before = SEQUENCE * BATCH * HIDDEN * 2  # the gradient of what was sent, once backward passes have begun
+    assert memory(one)[0].activations == pytest.approx(memory(eight)[0].activations + before)
 
 
 def test_full_recomputation_keeps_inputs() -> None:
     one, part = training(tensor=2, recompute="full"), training(tensor=2, recompute="full", recomputed=0.25)
     inputs = SEQUENCE * BATCH * HIDDEN  # two bytes, over two ranks
-    assert memory(one)[0].activations == (LAYERS + 1) * inputs
+    around = 2.5 * inputs  # the embedding's mask, the last norm and the output
+    assert memory(one)[0].activations == LAYERS * inputs + around
     layer = layer_bytes(part, part.decoder.kinds[0])
-    assert memory(part)[0].activations == pytest.approx(LAYERS * (0.25 * inputs + 0.75 * layer) + inputs)
+    assert memory(part)[0].activations == pytest.approx(LAYERS * (0.25 * inputs + 0.75 * layer) + around)
+
+
+def kept_more(layer: Layer, fact: dict[str, Any], base: Software = Software(), **more: Any) -> float:  # noqa: B008
+    """Elements for each token of a rank that a layer keeps more with another `fact`."""
+    one = training(replace(gpt(), kinds=(layer,), dropout=False), software=base, **more)
+    other = replace(one, software=replace(base, **fact))
+    width = 4 if one.precision == "fp32" else 2
+    return (layer_bytes(other, layer) - layer_bytes(one, layer)) / one.tokens / width
+
+
+def test_an_activation_that_is_not_fused_keeps_what_lies_within_it() -> None:
+    layer = Layer(None, gated_mlp(HIDDEN, 256), HIDDEN, norm_passes=1)
+    assert kept_more(layer, {"fused_mlp": False}) == 256
+    assert kept_more(layer, {"fused_mlp": False, "activation_copies": 2}) == 2 * 256
+    assert kept_more(replace(layer, mlp=gated_mlp(HIDDEN, 256, bias=True)), {"fused_mlp": False}) == 0
+
+
+def test_a_norm_that_is_not_fused_keeps_its_bytes() -> None:
+    layer = Layer(None, gated_mlp(HIDDEN, 256), HIDDEN, norm_passes=1)
+    assert kept_more(layer, {"fused_norm": False, "norm_bytes": 8.0}) == 8 * HIDDEN / 2 - HIDDEN
+
+
+HEADED = Layer(grouped_attention(HIDDEN, HEADS, 2, 64), None, HIDDEN, norm_passes=1)
+
+
+def test_packed_attention_keeps_its_output_twice() -> None:
+    assert kept_more(HEADED, {"packed": True}) == HIDDEN
+
+
+def test_packed_attention_keeps_the_keys_and_values_of_all_context_parallel_ranks_and_a_mask() -> None:
+    more = kept_more(HEADED, {"packed": True}, context=4)
+    assert more == HIDDEN + 3 * 2 * (2 * 64) + SEQUENCE
+
+
+@pytest.mark.parametrize(("reason", "mask"), [({"precision": "fp32"}, 0), ({"context": 2}, SEQUENCE)])
+def test_a_kernel_without_groups_wants_as_many_keys_as_queries(reason: dict[str, Any], mask: int) -> None:
+    more = kept_more(HEADED, {"grouped": False}, Software(packed=True), **reason)
+    assert more == reason.get("context", 1) * 2 * (HEADS - 2) * 64
+    assert kept_more(HEADED, {"grouped": False}, Software(packed=True)) == 0
+
+
+def test_selective_recomputation_keeps_what_values_are_a_view_of() -> None:
+    one = training(gpt(), software=MEGARL)
+    selective = replace(one, layout=Layout(recompute="selective"))
+    parts = [layer_bytes(each, HEADED) for each in (one, selective)]
+    query, key = HEADS * 64, 2 * 64
+    # queries and keys before they turn; not the output a second time, nor the kernel's sums
+    assert parts[1] - parts[0] == one.tokens * (2 * (query + key - HIDDEN) - 4 * HEADS)
+
+
+def test_ranks_that_outnumber_keys_each_have_one() -> None:
+    """One query, key, value and output, and the sum of a softmax."""
+    one = training(replace(gpt(), dropout=False), tensor=8, software=Software())
+    kept = layer_bytes(one, replace(HEADED, norm_passes=0))
+    assert kept == SEQUENCE * BATCH * (2 * 4 * 64 + 4)
+
+
+def test_what_a_stage_has_sent_stays_unless_it_is_freed() -> None:
+    freed = training(pipeline=4)
+    stays = replace(freed, software=replace(GPT2, freed_outputs=False))
+    more = [b.activations - a.activations for a, b in zip(memory(freed), memory(stays), strict=True)]
+    states = SEQUENCE * BATCH * HIDDEN * 2
+    assert more == [5 * states, 4 * states, 3 * states, 0], "those under way, and the one before"
+
+
+def test_logits_in_parts_want_the_hidden_states_whole() -> None:
+    one = training(tensor=2, software=Software())
+    whole = replace(one, software=Software(chunked_logits=True))
+    assert memory(whole)[0].activations - memory(one)[0].activations == SEQUENCE * BATCH * HIDDEN
 
 
 def test_weights_gradients_and_the_optimizers_share() -> None:
@@ -124,11 +203,13 @@ def test_adapters_need_neither_gradients_nor_an_optimizer() -> None:
     assert found.gradients == found.optimizer == 0 < found.weights
 
 
-def test_logits_in_parts_have_a_bound() -> None:
-    one = training(replace(gpt(), vocab=2**20), gpus=1)
+@pytest.mark.parametrize(("precision", "gradient"), [("bf16", 6), ("fp32", 4)])
+def test_logits_in_parts_have_a_bound_beside_their_matrix(precision: str, gradient: int) -> None:
+    vocab = 2**20
+    one = training(replace(gpt(), vocab=vocab), gpus=1, precision=precision)
     parts = replace(one, software=replace(GPT2, chunked_logits=True))
-    assert memory(one)[0].working > GPT2.logit_bytes * 2**20 * BATCH * SEQUENCE
-    assert memory(parts)[0].working < 2**30 + 2**22
+    assert memory(one)[0].working > GPT2.logit_bytes * vocab * BATCH * SEQUENCE
+    assert 2**30 < memory(parts)[0].working - gradient * vocab * HIDDEN < 2**30 + 2**22
 
 
 def test_experts_are_kept_and_shared_by_their_own_ranks() -> None:
@@ -153,3 +234,19 @@ def test_what_fits_is_the_gpus_memory() -> None:
 def test_gpus_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ValueError, match="6 GPUs cannot be divided into groups of 4"):
         memory(training(tensor=2, pipeline=2, gpus=6))
+
+
+def test_gathered_logits_lie_beside_their_parts() -> None:
+    """Of each logit a rank has what it computed, what it received, and what the loss makes of them all."""
+    gathering = replace(GPT2, gathered_logits=True, logit_bytes=18.0)
+    model = replace(gpt(), vocab=65_536)
+    one, two = (memory(training(model, tensor=tensor, software=gathering))[-1].working for tensor in (1, 2))
+    assert two - one == pytest.approx(SEQUENCE * BATCH * 65_536 * (2 / 2 + 2) - 2 * SEQUENCE * BATCH * HIDDEN * 2 / 2)
+
+
+@pytest.mark.parametrize(("kernel", "width"), [("unfused", 4), ("fused_softmax", 2), ("flash2", 0)])
+def test_gradients_of_scores_need_room(kernel: Any, width: int) -> None:
+    model = replace(gpt(), vocab=8)
+    one = memory(training(model, software=replace(GPT2, kernel=kernel), pipeline=2))[0].working
+    states = SEQUENCE * BATCH * HIDDEN * 2
+    assert one == 4 * 2 * states + width * SEQUENCE * SEQUENCE * BATCH * HEADS

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megarl.config import HeadName, Layout, read_model_shape
-from megarl.layout import decoder, held, part_sizes, stages
+from megarl.layout import Decoder, Layer, decoder, gated_mlp, held, part_sizes, stages
 from megarl.weights import model_parameters
 from tests.families import FAMILIES, family_config
 
@@ -84,3 +84,18 @@ def test_the_whole_model_is_the_weight_tables(family: str, tied: bool, tmp_path:
 )
 def test_layers_that_do_not_divide_are_fewer_at_the_ends(layers: int, parts: int, sizes: list[int]) -> None:
     assert part_sizes(layers, parts) == sizes
+
+
+@pytest.mark.parametrize(
+    ("layers", "pipeline", "layers_of_stages"),
+    [(40, 1, [40]), (40, 2, [21, 19]), (40, 4, [10, 11, 11, 8]), (80, 8, [10, 11, 11, 10, 10, 10, 10, 8])],
+)
+def test_what_is_listed_beside_the_layers_is_divided_with_them(
+    layers: int, pipeline: int, layers_of_stages: list[int]
+) -> None:
+    """An embedding before them, a norm and an output behind: the first stages have the items that are left over."""
+    layer = Layer(None, gated_mlp(64, 128), 64, 1)
+    model = Decoder("test", 64, 64, (layer,), (0,) * layers)
+    found = stages(model, pipeline, listed=(1, 2))
+    assert [stage.layers[0] for stage in found] == layers_of_stages
+    assert [(stage.first, stage.last) for stage in found] == [(i == 0, i == pipeline - 1) for i in range(pipeline)]

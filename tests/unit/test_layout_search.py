@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 
-from megarl.config import Layout, ModelShape, engine_problems, layout_problems
+from megarl.config import Layout, ModelShape, RecipeError, engine_problems, layout_problems
 from megarl.layout import (
     GENERATIONS,
     KNOWN,
@@ -29,6 +30,7 @@ from megarl.layout import (
     step_time,
     trainings,
 )
+from megarl.layout.search import _Joint
 from megarl.simulator import GPUS
 
 QWEN3_8B = KNOWN["qwen3-8b"]
@@ -66,6 +68,8 @@ def test_it_finds_the_best_of_all_trainings() -> None:
             base = Training(model, layout, 16, 8192, 64, sequence_parallel=tensor > 1, software=software)
             for size in (*powers, 32, 64):
                 one = replace(base, micro_batch=size)
+                if interleave > 1 and one.micro_batches % pipeline:
+                    continue
                 if size * one.data <= 64 and max(part.total for part in memory(one)) <= ask.room:
                     times.append(step_time(one, H100).seconds)
     found = trainings(ask, Counts())
@@ -80,6 +84,9 @@ def test_every_training_is_counted_once() -> None:
     found = trainings(Ask(QWEN3_8B, H100, 16, EQUAL), counts)
     assert counts.asked == counts.too_large + len(found)
     assert len({(one.training.layout, one.max_tokens) for one in found}) == len(found)
+    rounds = [one.training for one in found if one.training.layout.interleave > 1]
+    assert rounds
+    assert not any(one.micro_batches % one.layout.pipeline for one in rounds), "stages take turns in groups"
     layouts = {one.training.layout.model_copy(update={"recompute": "none"}).model_dump_json() for one in found}
     assert len(layouts) <= counts.layouts - counts.indivisible
 
@@ -138,6 +145,27 @@ def test_phases_add_up_as_placements_and_modes_do(mode: dict[str, Any]) -> None:
         assert {one.placement for one in found.ranked} == {"disaggregated"}, "the recipe would be refused"
 
 
+def test_one_of_each_kind_is_ranked_and_none_that_is_refused() -> None:
+    def check(choice: Choice) -> None:
+        if choice.placement == "colocated":
+            raise RecipeError("not together")
+
+    ranked = search(request(rollouts(), check=check)).ranked
+    assert {one.placement for one in ranked} == {"disaggregated"}
+    assert len({one.kind for one in ranked}) == len(ranked)
+    with pytest.raises(ValueError, match="not together"):
+        search(request(rollouts(), check=check, fixed={"placement": "colocated"}))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2", "llama3.1-405b"])
+def test_many_nodes_are_split_so_that_the_model_can_be_divided(name: str) -> None:
+    shape = KNOWN[name]
+    splits = _Joint(request(rollouts(), nodes=128, shape=shape))._splits()
+    assert len(splits) == 12
+    useful = [split for split in splits if math.gcd(split, shape.experts.count if shape.experts else shape.layers) >= 6]
+    assert len(useful) >= 8
+
+
 def test_making_room_for_each_other_helps() -> None:
     stays = search(request(rollouts(), fixed={"placement": "colocated"})).ranked[0]
     moves = search(request(rollouts(), fixed={"placement": "colocated"}, offload=True)).ranked[0]
@@ -170,7 +198,11 @@ def test_the_impossible_is_refused_with_what_would_do() -> None:
     with pytest.raises(ValueError, match="over 16 GPUs: .*tensor: 5 does not divide the model's attention heads"):
         search(request(EQUAL, fixed={"tensor": 5}))
     with pytest.raises(ValueError, match="not with engines that hold the model and the longest response"):
+        search(request(rollouts(), fixed={"placement": "colocated", "mem_fraction_static": 0.01}))
+    with pytest.raises(ValueError, match="no engines can be made of 16 GPUs"):
         search(request(rollouts(), fixed={"tensor_parallel": 3}))
+    with pytest.raises(ValueError, match=r"without mode\.interrupt needs GPUs of its own"):
+        search(request(rollouts(max_lag=1), fixed={"placement": "colocated"}))
 
 
 def test_better_plans_come_first() -> None:

@@ -93,6 +93,14 @@ def test_measured_lengths_are_taken_as_they_are() -> None:
     assert work_of(make_recipe(tree, [], named="test"), Lengths(), QWEN3_8B, measured).lengths == (11, 12, 23, 24)
 
 
+def test_what_is_generated_and_not_learned_from_is_counted() -> None:
+    given = ["batch.sampling.type=informative", "batch.sampling.ask=50", "algorithm.advantage.type=remax"]
+    work = work_of(load_recipe(RECIPES / "rlvr_grpo.yaml", given), Lengths(), QWEN3_8B)
+    assert len(work.lengths) == 32 * 8
+    assert work.rollouts is not None
+    assert work.rollouts.groups.requests == 50 * (8 + 1)
+
+
 def test_a_stage_can_be_chosen() -> None:
     work = work_of(load_recipe(RECIPES / "rlvr_grpo.yaml", []), Lengths(), QWEN3_8B)
     assert staged(work, "sft").rollouts is None
@@ -108,4 +116,5 @@ def test_sequences_are_divided_as_the_trainer_does() -> None:
         assert division.imbalance >= 1
         assert division.largest <= max_tokens
         assert division.micro_batches >= work.tokens / ranks / max_tokens
+        assert division.largest >= min(max_tokens, work.tokens / ranks) / 2
         assert division.micro_batches <= 1.5 * work.tokens / ranks / max_tokens + 1

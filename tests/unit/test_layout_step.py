@@ -24,7 +24,19 @@ from megarl.layout import (
 from megarl.simulator import GPUS
 
 HIDDEN, LAYERS = 4096, 16
-PLAIN = Shares(depth=0.0, kernel_s=0.0, layer_s=0.0, expert_layer_s=0.0, routing_s=0.0, collective_s=0.0, step_s=0.0)
+PLAIN = Shares(
+    depth=0.0,
+    tail=0.0,
+    kernel_s=0.0,
+    layer_s=0.0,
+    expert_layer_s=0.0,
+    routing_s=0.0,
+    collective_s=0.0,
+    waiting=1.0,
+    step_s=0.0,
+)
+APART = Software(tensor_overlap=False, backward_overlap=False, data_overlap=False, pipeline_overlap=False)
+"""Nothing runs beside anything."""
 H100 = Machine(GPUS["H100"], "H100", PLAIN)
 
 
@@ -37,17 +49,25 @@ def decoder(layers: int = LAYERS, mixture: Mixture | None = None) -> Decoder:
 
 def training(gpus: int = 1, model: Decoder | None = None, **more: Any) -> Training:
     layout = Layout(**{name: more.pop(name) for name in list(more) if name in Layout.model_fields})
-    fields: dict[str, Any] = {"software": Software(tensor_overlap=False, data_overlap=False)} | more
+    fields: dict[str, Any] = {"software": APART} | more
     return Training(model or decoder(), layout, gpus, 4096, fields.pop("global_batch", 64), **fields)
 
 
-def test_a_matrix_product_takes_its_operations_and_its_bytes() -> None:
+def test_a_matrix_product_takes_its_operations_or_its_bytes() -> None:
     rows, inputs, outputs = 4096, 8192, 2048
     flops = 2 * rows * inputs * outputs / (GPUS["H100"].flops_16 * PLAIN.gemm["H100"])
-    moved = 2 * (rows * inputs + inputs * outputs + rows * outputs) / (GPUS["H100"].bandwidth * PLAIN.memory)
-    assert H100.gemm_s(rows, inputs, outputs) == pytest.approx(flops + moved)
+    assert H100.gemm_s(rows, inputs, outputs) == pytest.approx(flops)
+    moved = 2 * (inputs + inputs * outputs + outputs) / (GPUS["H100"].bandwidth * PLAIN.memory)
+    assert H100.gemm_s(1, inputs, outputs) == pytest.approx(moved), "one row is bound by the weights"
     begun = Machine(GPUS["H100"], "H100", replace(PLAIN, depth=float(inputs)))
-    assert begun.gemm_s(rows, inputs, outputs) == pytest.approx(2 * flops + moved)
+    assert begun.gemm_s(rows, inputs, outputs) == pytest.approx(2 * flops)
+
+
+def test_a_small_product_leaves_the_last_round_of_tiles_half_empty() -> None:
+    half = Machine(GPUS["H100"], "H100", replace(PLAIN, tail=1024.0 * 1024))
+    whole, one, four = (half.gemm_s(1024, 8192, 1024, count=count) * each for count, each in ((1, 1), (1, 4), (4, 1)))
+    assert whole == pytest.approx(2 * H100.gemm_s(1024, 8192, 1024))
+    assert four < one, "products that run together share it"
 
 
 def test_each_precision_has_its_peak() -> None:
@@ -117,9 +137,28 @@ def test_tensor_ranks_share_products_and_pay_for_four_collectives_a_pass() -> No
     block = H100.collective_s(2.0 * 4096 * HIDDEN, 8, 1)
     assert eight.tensor == pytest.approx(64 * (8 * LAYERS + 2) * block)
     assert one.tensor == 0
-    hidden = Software(data_overlap=False)
+    hidden = replace(APART, tensor_overlap=True)
     beside = step_time(training(8, tensor=8, global_batch=64, software=hidden), H100).work
     assert beside.tensor == pytest.approx((1 - PLAIN.overlap) * eight.tensor)
+
+
+@pytest.mark.parametrize(("sequence_parallel", "hidden"), [(True, 1 / 4), (False, 1 / 2)])
+def test_collectives_of_gradients_run_beside_those_of_weights(sequence_parallel: bool, hidden: float) -> None:
+    """All of the backward pass's all-reduces, or its scatters: half or a quarter of all."""
+    model = decoder()
+    apart, beside, waiting = (
+        step_time(
+            training(8, model, tensor=8, sequence_parallel=sequence_parallel, software=software),
+            Machine(GPUS["H100"], "H100", replace(PLAIN, waiting=2.0 if double else 1.0)),
+        ).work.tensor
+        for software, double in (
+            (APART, False),
+            (replace(APART, backward_overlap=True), True),
+            (APART, True),
+        )
+    )
+    assert beside == pytest.approx((1 - hidden * PLAIN.overlap) * apart)
+    assert waiting == pytest.approx(2 * apart), "nothing runs beside, so all wait for the slowest"
 
 
 def test_attention_grows_with_the_square_and_stops_at_a_window() -> None:
@@ -138,7 +177,7 @@ def test_experts_are_shared_however_many_ranks_divide_them() -> None:
     found = [step_time(training(64, model, expert=size), H100).work for size in (8, 64)]
     assert found[1].gemm == pytest.approx(found[0].gemm, rel=0.2)
     assert found[0].expert < found[1].expert, "tokens leave the node"
-    overlapped = training(64, model, expert=64, software=Software(data_overlap=False, expert_overlap=True))
+    overlapped = training(64, model, expert=64, software=replace(APART, expert_overlap=True))
     assert step_time(overlapped, H100).work.expert == pytest.approx((1 - PLAIN.overlap) * found[1].expert)
 
 
@@ -148,15 +187,60 @@ def test_gradients_are_summed_over_the_network_and_overlap_hides_some() -> None:
     count = decoder().parameters
     both = H100.collective_s(4.0 * count, 64, 1) + H100.collective_s(2.0 * count, 64, 1)
     assert many.data == pytest.approx(both)
-    hidden = step_time(training(64, global_batch=64, software=Software(tensor_overlap=False)), H100)
+    hidden = step_time(training(64, global_batch=64, software=replace(APART, data_overlap=True)), H100)
     assert 0 < hidden.data < many.data
     assert hidden.optimizer == many.optimizer == pytest.approx(alone.optimizer / 64)
+
+
+def test_a_stage_sends_its_part_of_the_hidden_states() -> None:
+    def sending(**more: Any) -> float:
+        return step_time(training(16, pipeline=2, **more), H100).pipeline
+
+    whole = 2 * (32 + 1) * H100.send_s(2.0 * 4096 * HIDDEN, 8)
+    assert sending(global_batch=256) == pytest.approx(whole)
+    part = 2 * (64 + 1) * H100.send_s(2.0 * 4096 * HIDDEN / 2, 8)
+    assert sending(tensor=2, global_batch=256) == pytest.approx(part)
+    gathered = 2 * (64 + 1) * H100.collective_s(2.0 * 4096 * HIDDEN, 2, 1)
+    assert sending(tensor=2, global_batch=256, sequence_parallel=False) == pytest.approx(part + gathered)
+    turns = sending(interleave=2, global_batch=256)
+    beside = sending(interleave=2, global_batch=256, software=replace(APART, pipeline_overlap=True))
+    assert beside == pytest.approx((1 - PLAIN.overlap) * turns)
+
+
+def test_gradients_that_are_added_apart_are_written_and_read_again() -> None:
+    fused, apart = (
+        step_time(training(software=replace(APART, fused_gradients=fused)), H100).work.memory for fused in (True, False)
+    )
+    count = LAYERS * decoder().kinds[0].parameters(1)
+    assert apart - fused == pytest.approx(64 * H100.memory_s(12.0 * count))
+
+
+def test_sharded_weights_are_gathered_for_every_micro_batch_unless_a_pipeline_keeps_them() -> None:
+    slow = replace(PLAIN, network=1e-6)  # so that computation hides nothing to speak of
+
+    def data(micro_batches: int, adapters: bool = False, **more: Any) -> float:
+        one = training(32, global_batch=32 * micro_batches, sharding="full", adapters=adapters, **more)
+        return step_time(one, Machine(GPUS["H100"], "H100", slow)).data
+
+    assert data(4) == pytest.approx(4 * data(1), rel=1e-3)
+    assert data(4, pipeline=4) == pytest.approx(data(1, pipeline=4), rel=1e-3)
+    assert data(4, adapters=True) == pytest.approx(data(4) * 4 / 8, rel=1e-3), "there are no gradients to scatter"
+
+
+def test_kernels_written_for_the_a100_reach_less_of_a_later_gpu() -> None:
+    def attention(gpu: str, kernel: Any) -> float:
+        shares = replace(PLAIN, attention=dict.fromkeys(PLAIN.attention, 0.5))
+        place = Machine(GPUS[gpu], gpu, shares)
+        return step_time(training(software=replace(APART, kernel=kernel)), place).work.attention * GPUS[gpu].flops_16
+
+    assert attention("A100", "flash2") == pytest.approx(attention("H100", "cudnn"))
+    assert attention("H100", "flash2") == pytest.approx(attention("A100", "flash2") / PLAIN.older_kernel)
 
 
 def test_the_host_holds_up_small_work() -> None:
     slow = Machine(GPUS["H100"], "H100", replace(PLAIN, layer_s=1.0))
     assert step_time(training(), slow).seconds == pytest.approx(64 * 2 * LAYERS, rel=0.01)
-    graphs = training(software=Software(graphs=True))
+    graphs = training(software=replace(APART, graphs=True))
     assert step_time(graphs, slow).seconds == pytest.approx(step_time(graphs, H100).seconds)
 
 

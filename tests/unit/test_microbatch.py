@@ -119,6 +119,16 @@ def test_blocks_find_all_keys_of_a_sequence_in_order(size: int) -> None:
                 assert owners.unique().tolist() == list(range(size))
 
 
+def test_rows_of_blocks_are_padded_by_seven_tokens_or_a_fifth() -> None:
+    lengths = [1, 7, 9, 30, 64, 65, 79, 127, 128, 200, 1000, 1024, 1030, 4096, 5000]
+    packing = pack(lengths, rank=0, size=1)
+    starts = torch.tensor([sum(lengths[:i]) for i in range(len(lengths))])
+    rows = {int(row[0]): len(row) for block in packing.blocks for row in block.queries}
+    assert rows.keys() == set(starts.tolist())
+    for start, length in zip(starts.tolist(), lengths, strict=True):
+        assert 0 <= rows[start] - length <= max(7, rows[start] / 5)
+
+
 @pytest.mark.parametrize(
     ("context", "window", "sinks"), [(1, None, False), (1, 4, False), (1, None, True), (1, 4, True)]
 )

@@ -19,6 +19,8 @@ from tools import tune_layout
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "launch/recipes/rlvr_grpo.yaml"
+SFT = ROOT / "launch/recipes/carry_addition_sft.yaml"
+SMALL = ["--workload", str(RECIPE), "--model", "qwen3-0.6b"]
 GRPO = ["--model", "qwen3-8b", "--stage", "grpo", "batch.prompts=16", "rollout.max_new_tokens=2048"]
 
 
@@ -52,7 +54,7 @@ def test_it_prints_a_table() -> None:
     done = tune(*GRPO, "--top", "3", "--fix", "tensor=2")
     assert not done.returncode, done.stderr
     said = done.stdout.splitlines()
-    assert "8.2e9 parameters" in said[0]
+    assert "8.2B parameters (8.2B active)" in said[0]
     assert "training layouts" in said[1]
     assert "engines timed" in said[2]
     assert said[4].split()[:5] == ["step", "rollout", "score", "update", "publish"]
@@ -105,11 +107,37 @@ def test_a_model_directory_or_its_file_can_be_given(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     sft = ["--stage", "sft", "--top", "1", "--fix", "tensor=8"]
+    plan = tmp_path / "plan.yaml"
+    tune("--model", tmp_path / "config.json", *sft, "--write", plan)
+    assert load_recipe(plan, []).model.path == tmp_path
     assert (
         rows("--model", tmp_path, *sft)
         == rows("--model", tmp_path / "config.json", *sft)
         == rows("--model", "Qwen3-8B", *sft)
     )
+
+
+def test_overrides_and_options_mix() -> None:
+    found = rows(*GRPO, "--top", "1", "batch.group_size=8", "--fix", "tensor=2", "mode.max_lag=1")
+    assert found[0]["placement"] == "disaggregated"
+
+
+def test_ppo_has_a_critic_and_a_reference(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    given = ["--model", "qwen3-0.6b", "--fix", "tensor=1", "--top", "1", "batch.prompts=16"]
+    best = rows("--stage", "ppo", *given, "--write", plan)[0]
+    grpo = rows("--stage", "grpo", *given)[0]
+    assert best["phases_s"]["update"] > 1.5 * grpo["phases_s"]["update"]
+    assert best["phases_s"]["score"] > 0
+    recipe = load_recipe(plan, [])
+    check_recipe(recipe, KNOWN["qwen3-0.6b"], world=8, ranks_per_node=8)
+
+
+def test_smaller_nodes_have_fewer_links() -> None:
+    given = ["--model", "qwen3-8b", "--stage", "sft", "--fix", "tensor=8", "--top", "1"]
+    whole = rows(*given, "--nodes", "2")[0]
+    halves = rows(*given, "--nodes", "4", "--gpus-per-node", "4")[0]
+    assert halves["step_s"] > 1.2 * whole["step_s"]
 
 
 def test_lengths_come_from_a_file(tmp_path: Path) -> None:
@@ -136,6 +164,23 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
         (["--workload", "none.yaml"], "none.yaml: cannot read the recipe"),
         ([*GRPO, "--lengths", "none.jsonl"], "none.jsonl"),
         (["--model", "deepseek-v3", "--stage", "sft"], "no layout fits: the smallest needs"),
+        (
+            [*GRPO, "rollout.max_new_tokens=131072"],
+            "131,584 tokens, prompts included, and the model has 40,960",
+        ),
+        ([*SMALL, "mode.interrupt=true"], "mode.interrupt: with max_lag 0 all responses are finished"),
+        ([*SMALL, "algorithm.minibatches=3"], "cannot be divided evenly into 3 parts"),
+        ([*SMALL, "publish.type=full", "--fix", "placement=disaggregated"], "publish.type: full has ranks send"),
+        ([*SMALL, "--fix", "placement=colocated", "--fix", "train_ranks=2"], "colocated, all ranks train"),
+        ([*SMALL, "--fix", "placement=colocated", "mode.max_lag=1"], "without mode.interrupt needs GPUs of its own"),
+        ([*SMALL, "--stage", "ppo", "--write", "plan.yaml"], "--write: a plan for --stage ppo is none for"),
+        ([*SMALL, "--write", "none/plan.yaml"], "--write none/plan.yaml: No such file or directory"),
+        (["--model", "qwen3-8b", "--stage", "sft", "--fix", "tensor_parallel=2"], "only learns has no engines"),
+        (["--workload", str(SFT), "--stage", "grpo"], "--stage grpo: a recipe of type sft has no rollouts"),
+        (
+            ["--workload", str(ROOT / "launch/recipes/rlvr_grpo.yaml"), "model.path=none"],
+            "model.path: there is no none",
+        ),
         ([*GRPO, "--nodes", "x"], "expected a positive whole number, got 'x'"),
     ],
 )

@@ -1,16 +1,16 @@
 """How far the layout tuner's models of time and memory are from published training runs.
 
-    python tools/bench/layout_accuracy.py [CSV]                    seconds; the default is the project's own table
-    python tools/bench/layout_accuracy.py [CSV] --fit              fits megarl.layout.Shares to it: a minute
-    python tools/bench/layout_accuracy.py [CSV] --leave-one-out    fits without each model in turn: many minutes
+    python tools/bench/layout_accuracy.py [CSV]                      seconds; the default is the project's own table
+    python tools/bench/layout_accuracy.py [CSV] --fit                fits megarl.layout.Shares to it: half a minute
+    python tools/bench/layout_accuracy.py [CSV] --leave-out model    fits without each model in turn: many minutes
 
 Errors of step time are |predicted / measured - 1| of rows of quality A or B that give a time. Model-parallel rows are
 those whose tensor, pipeline, context or expert size is above 1. A grid is one model on so many GPUs of one kind, with
 one batch and precision, in one source, measured in at least 8 layouts; its rank correlation is Spearman's. Rows that
 cannot be asked, for want of sizes or of a layout, are counted and named.
 
---leave-one-out predicts each model-parallel model with shares that were fitted to all other models. These fits start
-from the shares in use and go one round, so that they do not forget quite all of the model that is left out.
+--leave-out predicts each model with shares that were fitted to the rows of all others; so each program, GPU or scale.
+Every fit starts from neutral guesses, so that nothing of what is left out is remembered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +41,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, nargs="?", default=TABLE)
     parser.add_argument("--fit", action="store_true", help="fit the shares and print them; report with those")
-    parser.add_argument("--leave-one-out", action="store_true", help="also fit without each model, and predict it")
+    parser.add_argument("--leave-out", choices=GROUPS, action="append", default=[], help="fit without each; repeatable")
     arguments = parser.parse_args()
     runs, left_out = read_runs(read_rows(arguments.csv))
     print(f"{len(runs) + len(left_out)} rows, {len(left_out)} of which cannot be asked:")
     for (model, why), count in Counter((row["model"], why) for row, why in left_out).items():
         print(f"  {model}: {why} ({count})")
-    shares = fit(runs, Shares()) if arguments.fit else Shares()
+    shares = fit(runs) if arguments.fit else Shares()
     if arguments.fit:
         print(show(shares))
     results = time_errors(runs, shares) | grid_correlations(runs, shares) | memory_errors(runs, shares)
-    if arguments.leave_one_out:
-        results |= left_out_errors(runs, shares)
+    for group in arguments.leave_out:
+        results |= left_out_errors(runs, group)
     print(*(f"{name}={value:.3f}" for name, value in results.items()))
 
 
@@ -110,7 +110,24 @@ def grid_correlations(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
         measured = [run.seconds or 0.0 for run in members]
         found.append(spearman([ratio * seconds for ratio, seconds in zip(predicted, measured, strict=True)], measured))
         print(f"  {found[-1]:.3f} {len(members):4d} rows, {', '.join(key)}")
+    print("the same question measured again: standard deviation of log seconds, rows beyond the first of each")
+    for name, (spread, count) in sorted(repeats(runs).items()):
+        print(f"  {spread:6.1%} {count:4d}  {name}")
     return {"grid_lowest": min(found, default=math.nan)}
+
+
+def repeats(runs: Sequence[Run]) -> dict[str, tuple[float, int]]:
+    """By program: what no model of time can foresee, for its rows ask the same. Releases and days differ."""
+    same: dict[object, list[Run]] = defaultdict(list)
+    for run in timed(runs):
+        same[(run.training, run.row["gpu"], run.row["framework"])].append(run)
+    squares: dict[str, list[float]] = defaultdict(list)
+    for members in same.values():
+        logs = np.log([run.seconds or math.nan for run in members])
+        if len(logs) > 1:
+            each = float(((logs - logs.mean()) ** 2).sum()) / (len(logs) - 1)
+            squares[members[0].row["framework"]] += [each] * (len(logs) - 1)
+    return {name: (math.sqrt(statistics.fmean(values)), len(values)) for name, values in squares.items()}
 
 
 def spearman(left: Sequence[float], right: Sequence[float]) -> float:
@@ -127,7 +144,7 @@ def memory_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     found: dict[str, list[bool]] = {"ok": [], "oom": []}
     refused: Counter[str] = Counter()
     for run in runs:
-        if run.row["quality"] in ("A", "B"):
+        if run.row["quality"] in ("A", "B") and run.row["status"] in found:
             too_much = not fits(run.training, machine(run.row, shares))
             found[run.row["status"]].append(too_much)
             refused[run.row["framework"]] += too_much and run.row["status"] == "ok"
@@ -138,27 +155,42 @@ def memory_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
     return {"oom_found": share["oom"], "ok_refused": share["ok"]}
 
 
-def series(run: Run) -> str:
-    """The model; BigScience's are variants of one, which are left out together."""
-    name, program = run.training.decoder.name, run.row["framework"]
-    return program if program.startswith("Megatron-DeepSpeed") else name
+def model(run: Run) -> str:
+    """BigScience's are variants of one, which are left out together."""
+    program = run.row["framework"]
+    return program if program.startswith("Megatron-DeepSpeed") else run.training.decoder.name
 
 
-def left_out_errors(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
-    models: dict[str, list[Run]] = defaultdict(list)
+def scale(run: Run) -> str:
+    """Powers of four GPUs."""
+    return f"{4 ** int(math.log(run.training.gpus, 4)):5d} GPUs or more"
+
+
+GROUPS: dict[str, Callable[[Run], str]] = {
+    "model": model,
+    "program": lambda run: run.row["framework"],
+    "gpu": lambda run: run.row["gpu"],
+    "scale": scale,
+}
+"""What can be left out."""
+
+
+def left_out_errors(runs: Sequence[Run], group: str) -> dict[str, float]:
+    members: dict[str, list[Run]] = defaultdict(list)
+    name = GROUPS[group]
     for run in timed(runs):
         if run.model_parallel:
-            models[series(run)].append(run)
+            members[name(run)].append(run)
     errors: list[float] = []
-    print("step time of each model, from shares fitted to the others: rows, median error, 90th percentile")
-    for name, members in sorted(models.items()):
-        others = fit([run for run in runs if series(run) != name], shares, rounds=1)
-        mine = [error(run, others) for run in members]
-        errors += mine
-        median, most = summary(mine)
-        print(f"  {len(mine):4d} {median:6.1%} {most:6.1%}  {name}", flush=True)
+    print(f"step time of each {group}, from shares fitted to the others: rows, median error, 90th percentile")
+    for key, mine in sorted(members.items()):
+        others = fit([run for run in runs if name(run) != key])
+        found = [error(run, others) for run in mine]
+        errors += found
+        median, most = summary(found)
+        print(f"  {len(found):4d} {median:6.1%} {most:6.1%} {statistics.median(found):+6.1%}  {key}", flush=True)
     median, most = summary(errors)
-    return {"left_out_median": median, "left_out_p90": most}
+    return {f"{group}_left_out_median": median, f"{group}_left_out_p90": most}
 
 
 if __name__ == "__main__":

@@ -25,14 +25,14 @@ import itertools
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megarl.config import Layout, read_model_shape  # noqa: E402
-from megarl.layout import MEGARL, Step, Table, Training, decoder, read_table, step_time  # noqa: E402
+from megarl.layout import MEGARL_CPU, Step, Table, Training, decoder, read_table, step_time  # noqa: E402
 from tests.distributed.launch import started  # noqa: E402 - it leaves no process behind
 from tests.distributed.layout_order import Case, Measured, Plan  # noqa: E402
 from tools.bench.layout_accuracy import spearman  # noqa: E402
@@ -67,8 +67,6 @@ SEQUENCES, TOKENS = 4, 512
 SEPARATED = 1.25
 QUIET = 0.1
 LIMIT_S = 900.0
-CPU = replace(MEGARL, packed=True, fused_norm=False, asynchronous=False, fused_gradients=False, fused_adam=False)
-"""As megarl trains on CPUs: torch's own operations, and gloo, which needs the cores that compute."""
 
 
 def main() -> int:
@@ -123,7 +121,7 @@ def predict(model: Path, case: Case, table: Table) -> Step:
         case.micro_batch,
         precision="fp32",
         sequence_parallel=layout.tensor > 1,
-        software=CPU,
+        software=MEGARL_CPU,
     )
     return step_time(training, table.machine(case.ranks, "fp32"))
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Synchronous, one-step-off and asynchronous training of carry addition on ranks of their own: speed and reward.
+"""Synchronous, one-step-off and asynchronous training of carry addition in each placement: speed and reward.
 
     python tools/bench/modes.py             26 steps of each mode: some 10 minutes
     python tools/bench/modes.py --quick     3 steps of two modes: within two minutes on 2 quiet cores
 
 Of two ranks, each with a core of its own, one trains and one has an engine (placement disaggregated); or (--placement)
-both do both, or one does both and the other has an engine. Data, checkpoint and batch are the quickstart's. All modes generate and train as many samples, and all of their steps are counted: from the first,
-in which nothing is under way yet, to the last, in which nothing more is generated.
+both do both, or one does both and the other has an engine. Data, checkpoint and batch are the quickstart's. All modes
+generate and train as many samples, and all of their steps are counted: from the first, in which nothing is under way
+yet, to the last, in which nothing more is generated.
 
 Columns:
   samples/s      generated and trained;  over sync: as a ratio
