@@ -20,6 +20,7 @@ from megarl.rollout_engine import (
     Drained,
     Evaluate,
     Evaluation,
+    Look,
     Take,
     Taken,
     Waiting,
@@ -78,7 +79,9 @@ class Rollouts:
         if mode.max_lag and not mode.interrupt:
             self._wait(Drain, what=f"end of the rollouts before version {version}")
         waited_s = time.monotonic() - began
-        moved = self._fleet.publish(model, version) | {"publish/wait_s": waited_s}
+        lost = None if self._coordinator is None else self._coordinator.ask(Look())
+        lost = self._job.control.broadcast(lost, Waiting, what="engines that were lost").lost
+        moved = self._fleet.publish(model, version, lost) | {"publish/wait_s": waited_s}
         self._serve(published=version)
         if self._coordinator is not None and not self._recipe.takes_turns:
             self._coordinator.generate()

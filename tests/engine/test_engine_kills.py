@@ -31,7 +31,7 @@ pytestmark = pytest.mark.engine
 RECIPE = "launch/recipes/carry_addition_rl.yaml"
 PROMPTS, SAMPLES, MAX_LAG = 4, 4, 2
 MISMATCH_LIMIT = 1e-4
-STARTING_S, SERVING_S = 12.0, 6.0  # kills are spread over so much of an engine's life
+STARTING_S, SERVING_S = 12.0, 15.0  # kills are spread over so much of an engine's life
 STOPPED_SHARE = 0.2
 
 Answer = tuple[tuple[int, ...], tuple[int, ...]]
