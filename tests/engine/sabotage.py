@@ -101,10 +101,8 @@ def _stop_this_rank() -> None:
 
 def _stop_an_engine_elsewhere() -> None:
     """That of another rank, while this one trains; returns when the coordinator has given it up."""
-    launcher = psutil.Process(os.getppid())
-    (leader,) = (
-        one for one in launcher.children(recursive=True) if "megarl.rollout_engine.server:main" in one.cmdline()
-    )
+    others = psutil.Process(os.getppid()).children(recursive=True)
+    (leader,) = (one for one in others if "megarl.rollout_engine.server:main" in one.cmdline())
     logs = Path(os.readlink(f"/proc/{leader.pid}/fd/1")).parent
     for process in [*leader.children(recursive=True), leader]:
         process.send_signal(signal.SIGSTOP)

@@ -64,10 +64,13 @@ def test_an_engine_that_is_lost_while_the_model_trains_is_not_waited_for(
     apart = [
         "placement={type: disaggregated, train_ranks: 1}",
         "mode={max_lag: 2, interrupt: true}",
-        "rollout={stall_s: 4, server_args: {max_running_requests: 4}}",  # most of what is asked waits
+        "layout.tensor=1",
+        "rollout.stall_s=4",
+        "rollout.max_new_tokens=64",
+        "rollout.server_args={max_running_requests: 4}",  # most of what is asked waits
     ]
     fault = overrides("the engine elsewhere is stopped", rank=0)
-    with local_job(tmp_path / "run", RECIPE, *rl_overrides, *fault, *apart, "layout.tensor=1") as job:
+    with local_job(tmp_path / "run", RECIPE, *rl_overrides, *fault, *apart) as job:
         assert job.wait() == 0, job.output()[-3000:]
         rows, output = job.metrics(), job.output()
     assert all(row.get("mismatch/logprob_max", 0.0) <= MISMATCH_LIMIT for row in rows)
