@@ -59,7 +59,7 @@ def kill_again_and_again(run: Path, overrides: list[str], *, kills: int, seed: i
         f"rollout.restarts={2 * kills}",
         "rollout.server_args={log_requests: true, log_requests_level: 3, log_requests_format: json}",
         "evaluation.problems=0",
-        "runtime.deadline_s=60",
+        "runtime.deadline_s=120",
     ]
     with local_job(run, RECIPE, *overrides, *own, ranks=ranks) as job:
         job.wait_for_step(1)

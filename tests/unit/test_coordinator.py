@@ -16,7 +16,7 @@ import pytest
 from megarl.config import RlRecipe, load_recipe
 from megarl.data import Problem, write_rows
 from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
-from megarl.rollout_engine.channel import Taken
+from megarl.rollout_engine.channel import Taken, Waiting
 from megarl.rollout_engine.client import Chunk, Load
 from megarl.rollout_engine.dispatch import PoisonedError
 from megarl.transfer_queue import TransferQueue
@@ -269,6 +269,40 @@ def test_an_engine_that_hangs_is_named(job: Path) -> None:
         take(job, "reward.sources.taste={type: engine, model: {path: m}}", "runtime.deadline_s=0.3", hangs=True)
 
 
+def begun(job: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, Any]:
+    """One that has begun a step, and an engine that answers nothing of it."""
+    monkeypatch.chdir(job)
+    recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}"])
+    assert isinstance(recipe, RlRecipe)
+    journal, engine = Path(tempfile.mkdtemp(dir=job)), Engine(False)
+    engine.late.update(range(PROMPTS))
+    rewards: Any = Rewards(False)
+    unused: Any = None
+    queue = queue_of(recipe, 1, journal)
+    coordinator = Coordinator(
+        recipe, unused, rewards, {}, queue, unused, max_positions=64, failed_requests=journal / "failed.jsonl"
+    )
+    queue.publish(0)
+    coordinator.generate()
+    return coordinator, engine
+
+
+def test_an_engine_that_comes_back_has_all_of_the_deadline(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long none was there."""
+
+    async def run() -> None:
+        coordinator, engine = begun(job, monkeypatch)
+        assert isinstance(await coordinator.within(0.01, lambda: coordinator.take(0)), Waiting)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 1e6)
+        assert isinstance(await coordinator.within(0.0, lambda: coordinator.take(0)), Waiting)
+        await coordinator.dispatcher.serve({0: engine})
+        assert isinstance(await coordinator.within(0.0, lambda: coordinator.take(0)), Waiting)
+        await coordinator.dispatcher.close()
+
+    asyncio.run(run())
+
+
 def test_prompts_that_engines_die_of_are_replaced_each_by_another(job: Path) -> None:
     """Also in a resumed run."""
     journal = Path(tempfile.mkdtemp(dir=job))
@@ -280,25 +314,14 @@ def test_prompts_that_engines_die_of_are_replaced_each_by_another(job: Path) -> 
 
 def test_when_rank_0_hangs_up_nothing_goes_on(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is late comes to no queue that is closed."""
-    monkeypatch.chdir(job)
-    recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}"])
-    assert isinstance(recipe, RlRecipe)
-    unused: Any = None
-    rewards: Any = Rewards(False)
-    engine: Any = Engine(False)
-    engine.late = range(PROMPTS)
-    journal = Path(tempfile.mkdtemp(dir=job))
 
     async def run() -> None:
-        queue, reader = queue_of(recipe, 1, journal), asyncio.StreamReader()
-        coordinator = Coordinator(
-            recipe, unused, rewards, {}, queue, unused, max_positions=64, failed_requests=journal / "failed.jsonl"
-        )
+        coordinator, engine = begun(job, monkeypatch)
         await coordinator.dispatcher.serve({0: engine})
-        queue.publish(0)
-        coordinator.generate()
         await coordinator.within(0.05, lambda: coordinator.take(0))
         assert len(engine.prompts) == PROMPTS
+        reader = asyncio.StreamReader()
+        unused: Any = None
         reader.feed_eof()
         await coordinator.serve(reader, unused)
         assert asyncio.all_tasks() == {asyncio.current_task()}
