@@ -16,11 +16,11 @@ from megarl.config.algorithm import (
     SequenceMean,
     TokenMean,
 )
-from megarl.config.checks import check_layout, check_recipe, layout_problems
+from megarl.config.checks import check_layout, check_recipe, engine_problems, layout_problems
 from megarl.config.errors import RecipeError
 from megarl.config.fields import FLOAT_MAX
 from megarl.config.functions import load_function
-from megarl.config.load import dump_recipe, load_recipe
+from megarl.config.load import dump_recipe, load_recipe, make_recipe
 from megarl.config.model import (
     Activation,
     ClampedSwiglu,
@@ -147,10 +147,12 @@ __all__ = [
     "check_recipe",
     "dump_recipe",
     "engine_leaders",
+    "engine_problems",
     "head_config",
     "layout_problems",
     "load_function",
     "load_recipe",
+    "make_recipe",
     "read_model_shape",
     "scorer_leaders",
     "train_place",

@@ -259,7 +259,8 @@ def _reward(recipe: RlRecipe) -> list[str]:
 
 
 def _rollout(recipe: RlRecipe, shape: ModelShape, ranks: range, ranks_per_node: int) -> list[str]:
-    problems, size = [*_engine_experts(recipe, shape), *_fp8(recipe, shape)], recipe.rollout.tensor_parallel
+    problems = engine_problems(shape, recipe.rollout.tensor_parallel, recipe.rollout.expert_parallel)
+    problems += _fp8(recipe, shape)
     served: dict[str, Serving] = {f"reward.sources.{name}": source for name, source in recipe.reward.engines.items()}
     for key, serving in ({"rollout": recipe.rollout} | served).items():
         problems += _serving(key, serving, ranks, ranks_per_node)
@@ -269,11 +270,6 @@ def _rollout(recipe: RlRecipe, shape: ModelShape, ranks: range, ranks_per_node: 
         for name in _PLACES
         if name in recipe.rollout.server_args
     ]
-    if wrong := _indivisible(shape, size, rows=0):  # an engine repeats a key-value head that its ranks share
-        problems.append(
-            f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
-            f" use one of {_dividing(shape, rows=0)}"
-        )
     if recipe.rollout.max_new_tokens >= shape.max_positions:
         problems.append(
             f"rollout.max_new_tokens: {recipe.rollout.max_new_tokens} leaves no room for a prompt in the model's"
@@ -347,9 +343,19 @@ def _dividing(shape: ModelShape, rows: int) -> str:
     return ", ".join(str(n) for n in range(1, _MOST_NAMED + 1) if not _indivisible(shape, n, rows))
 
 
-def _engine_experts(recipe: RlRecipe, shape: ModelShape) -> list[str]:
-    """How engines divide experts."""
-    size, groups, experts = recipe.rollout.tensor_parallel, recipe.rollout.expert_parallel, shape.experts
+def engine_problems(shape: ModelShape, size: int, groups: int) -> list[str]:
+    """Every reason why engines of `size` ranks cannot hold the model, its experts divided among `groups` of them."""
+    problems = _engine_experts(shape, size, groups)
+    if wrong := _indivisible(shape, size, rows=0):  # an engine repeats a key-value head that its ranks share
+        problems.append(
+            f"rollout.tensor_parallel: {size} does not divide the model's {', '.join(wrong)};"
+            f" use one of {_dividing(shape, rows=0)}"
+        )
+    return problems
+
+
+def _engine_experts(shape: ModelShape, size: int, groups: int) -> list[str]:
+    experts = shape.experts
     if experts is None:
         if groups > 1:
             return ["rollout.expert_parallel: this model has no experts; set it to 1"]

@@ -25,10 +25,16 @@ def load_recipe(path: Path, overrides: list[str]) -> AnyRecipe:
 
     Raises RecipeError with every problem found: file, YAML, override syntax, unknown keys, wrong types and values.
     """
-    tree, sources = _read_tree(path), {}
+    tree = _read_tree(path)
+    tree.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).lstrip(".")[:200] or "run")
+    return make_recipe(tree, overrides, named=str(path))
+
+
+def make_recipe(tree: dict[str, Any], overrides: list[str], *, named: str) -> AnyRecipe:
+    """The recipe of a tree of plain values, which is changed; `named` is what errors call it. Raises RecipeError."""
+    sources = {}
     for override in overrides:
         sources[_apply(tree, override)] = f"override {override!r:.100}"
-    tree.setdefault("name", re.sub(r"[^A-Za-z0-9_.-]+", "_", path.stem).lstrip(".")[:200] or "run")
     for stage in get_args(get_args(Recipe)[0]):
         if get_args(stage.model_fields["type"].annotation)[0] == tree.get("type"):
             _default_types(tree, stage)
@@ -39,7 +45,7 @@ def load_recipe(path: Path, overrides: list[str]) -> AnyRecipe:
     # a list is also called too short if what is in it is wrong
     inner = {problem["loc"][:-1] for problem in found}
     problems = [explain(one, tree) for one in found if one["type"] != "too_short" or one["loc"] not in inner]
-    lines = [f"{_source(keys, sources) or path}: {line}" for keys, line in problems]
+    lines = [f"{_source(keys, sources) or named}: {line}" for keys, line in problems]
     if len(lines) > _PROBLEMS_SHOWN:
         lines[_PROBLEMS_SHOWN:] = [f"and {len(lines) - _PROBLEMS_SHOWN} more problems"]
     raise RecipeError("\n".join(lines))

@@ -75,6 +75,16 @@ class Machine:
     generation: str = "H100"
     shares: Shares = field(default_factory=Shares)
 
+    @property
+    def link_bytes_s(self) -> float:
+        """From one GPU to others of its node."""
+        return self.gpu.link * self.shares.link[self.generation]
+
+    @property
+    def network_bytes_s(self) -> float:
+        """From one GPU to other nodes."""
+        return self.gpu.network * self.shares.network
+
     def gemm_s(
         self, rows: float, inputs: float, outputs: float, precision: Precision = "bf16", count: float = 1
     ) -> float:
@@ -105,7 +115,7 @@ class Machine:
         if ranks == 1:
             return 0.0
         near = min(ranks, max(1, self.gpu.linked // stride))
-        link, network = self.gpu.link * self.shares.link[self.generation], self.gpu.network * self.shares.network
+        link, network = self.link_bytes_s, self.network_bytes_s
         if near == ranks:
             return sent * (ranks - 1) / ranks / link + self.shares.collective_s
         far = ranks // near
@@ -123,7 +133,7 @@ class Machine:
             return 0.0
         near = min(ranks, max(1, self.gpu.linked // stride))
         nodes = ranks // near
-        link, network = self.gpu.link * self.shares.exchange, self.gpu.network * self.shares.network
+        link, network = self.gpu.link * self.shares.exchange, self.network_bytes_s
         copies, visits = _distinct(ranks, choices), _distinct(nodes, choices)
         away = (visits if once else copies) * (nodes - 1) / nodes
         inside = copies * (1 if once else near / ranks) * (near - 1) / near
@@ -131,12 +141,8 @@ class Machine:
 
     def send_s(self, sent: float, stride: int) -> float:
         """Seconds to send bytes to the rank `stride` further."""
-        share = (
-            self.gpu.link * self.shares.link[self.generation]
-            if stride < self.gpu.linked
-            else self.gpu.network * self.shares.network
-        )
-        return sent / share + self.shares.collective_s
+        speed = self.link_bytes_s if stride < self.gpu.linked else self.network_bytes_s
+        return sent / speed + self.shares.collective_s
 
 
 def _distinct(places: int, draws: int) -> float:

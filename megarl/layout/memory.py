@@ -40,6 +40,8 @@ class Memory:
     """Of what comes and goes at the peak: one recomputed layer, logits, gathered tensors."""
     buffers: float
     """CUDA's context, NCCL, fragmentation."""
+    others: float = 0.0
+    """Models beside the trained one, such as a critic and a reference."""
 
     @property
     def total(self) -> float:

@@ -1,165 +1,331 @@
-"""Every layout of a model on so many GPUs that can be trained here, and the fastest of those that fit.
+"""Training and rollout layouts together: how a step's phases add up, and the fastest plan of those that fit.
 
-The order of the search is what prunes it. A layout that `megarl.config` would refuse is not asked. Recomputation only
-adds time, so of a layout and micro-batch the first of none, selective and full that fits ends the question; and where
-full recomputation does not fit, neither does a larger micro-batch.
+Colocated, engines have what training leaves of each GPU (or, with `offload`, all but a little: each side moves out of
+the other's way). Disaggregated, each has GPUs of its own. A synchronous step is the sum of its phases; one step off and
+asynchronous, the longer of rollout and training, and the publication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
 from dataclasses import dataclass, field, replace
-from itertools import product
+from functools import cached_property
 from typing import Literal
 
-from megarl.config import Layout, ModelShape, layout_problems
+from megarl.config import Layout, ModelShape, engine_problems, layout_problems
 from megarl.layout.machine import Machine
-from megarl.layout.memory import NOMINAL, Memory, memory
-from megarl.layout.model import Decoder, decoder
-from megarl.layout.step import Step, step_time
-from megarl.layout.training import Software, Training
+from megarl.layout.memory import NOMINAL
+from megarl.layout.publication import least_s, planned_s
+from megarl.layout.serving import AROUND_BYTES, Serving, engine_model, phase_s, served_model, steady_s
+from megarl.layout.training import Precision, Software
+from megarl.layout.training_search import (
+    MEGARL,
+    PLANNED,
+    Ask,
+    Counts,
+    Fixed,
+    Trained,
+    divisors,
+    least_bytes,
+    trainings,
+)
+from megarl.layout.workload import Work
+from megarl.simulator import EngineModel, ServedModel
 
-MEGARL = Software(kernel="flash2", fused_mlp=False, tensor_overlap=False, send_once=False, chunked_logits=True)
-"""How megarl trains: torch's attention, norms in one kernel, activations and rotary positions not, logits in parts."""
+Placement = Literal["alone", "colocated", "disaggregated"]
 
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
-LARGEST_MICRO_BATCH = 64
+MOST_FRACTION, FRACTION_STEP = 0.85, 0.05
+"""Of a GPU's memory for an engine's weights and cache."""
+LEAST_FRACTIONS = (0.25, 0.4, 0.55, 0.7)
+"""What engines beside a trainer that stays are left at least: the more, the more it recomputes."""
+HOST_SHARE = 0.8
+"""Of the link to the host's memory, when copies are large."""
+MOST_SPLITS = 12
+KEPT = 64
+"""Plans that are ranked."""
+OF_EACH_SPLIT = 4
 MORE_GPUS = (2, 4, 8, 16, 32, 64)
 """How many times more are tried where nothing fits."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Steps of `sequences` sequences of `sequence` tokens each on `gpus` GPUs; `fixed` are given fields of Layout."""
+    """Steps of `work` on `nodes` nodes of `node` GPUs. `fixed` are fields of a recipe by their last names: those of
+    `layout`, and max_tokens_per_rank, tensor_parallel, mem_fraction_static, placement and train_ranks."""
 
     shape: ModelShape
     machine: Machine
-    gpus: int
-    sequence: int
-    sequences: int
-    fixed: Mapping[str, int | str | bool] = field(default_factory=dict)
+    nodes: int
+    node: int
+    work: Work
+    precision: Precision = "bf16"
+    fixed: Fixed = field(default_factory=dict)
     software: Software = MEGARL
+    offload: bool = False
+
+    @property
+    def gpus(self) -> int:
+        return self.nodes * self.node
+
+    def ask(self, gpus: int, busy: float = 0.0) -> Ask:
+        return Ask(self.shape, self.machine, gpus, self.work, self.precision, self.fixed, self.software, busy)
+
+
+@dataclass(frozen=True)
+class Phases:
+    """Seconds of a step. `ahead`: rollouts and training go on at once."""
+
+    rollout: float
+    score: float
+    update: float
+    publish: float
+    offload: float
+    ahead: bool
+
+    @property
+    def seconds(self) -> float:
+        training = self.score + self.update
+        busy = max(self.rollout, training) if self.ahead else self.rollout + training
+        return busy + self.publish + self.offload
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A layout and micro-batch that fits, its step, and the memory of a rank of the stage that needs most."""
+    """A plan that fits: what trains on how many GPUs, with which engines."""
 
-    training: Training
-    step: Step
-    memory: Memory
-    stage: int
+    placement: Placement
+    train_gpus: int
+    trained: Trained
+    phases: Phases
+    serving: Serving | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.phases.seconds
 
 
 @dataclass(frozen=True)
 class Search:
-    """`ranked`: what fits, fastest first. How many layouts there were, and trainings whose memory was computed."""
+    """`ranked`: fastest first. What was tried, and what a bound made needless."""
 
     ranked: tuple[Choice, ...]
-    layouts: int
-    indivisible: int
-    asked: int
-    too_large: int
+    counts: Counts
+    engines: int
+    """Layouts of engines with their memory whose rollouts were timed."""
+    plans: int
+    """Trainings that fit, each with each layout of engines."""
+    pruned: int
+    """Those of them that could not be among the ranked, by a bound."""
+    splits: int
+    """Ways to divide the GPUs between training and rollouts."""
+    splits_pruned: int
+    """Those of which nothing was asked, by a bound."""
 
 
 def search(request: Request) -> Search:
     """Raises ValueError: nothing fits; says what would."""
-    model, ranked = decoder(request.shape), list[Choice]()
-    layouts = indivisible = asked = 0
-    for layout in _layouts(request):
-        layouts += 1
-        if not _divides(request, layout):
-            indivisible += 1
-            continue
-        for training, needed, stage in _trainings(request, model, layout):
-            asked += 1
-            if _fits(request, needed):
-                ranked.append(Choice(training, step_time(training, request.machine), needed, stage))
+    found = _Joint(request)
+    ranked = found.ranked()
     if not ranked:
-        raise ValueError(_impossible(request, model))
-    ranked.sort(key=lambda choice: (choice.step.seconds, choice.memory.total))
-    return Search(tuple(ranked), layouts, indivisible, asked, asked - len(ranked))
+        raise ValueError(_impossible(request))
+    tried = (found.plans, found.pruned, found.splits, found.splits_pruned)
+    return Search(tuple(ranked), found.counts, len(found.simulated), *tried)
 
 
-def _trainings(request: Request, model: Decoder, layout: Layout) -> Iterator[tuple[Training, Memory, int]]:
-    """Micro-batches of a layout, each with as much recomputation as it needs, up to the first that never fits."""
-    base = Training(
-        model,
-        layout,
-        request.gpus,
-        request.sequence,
-        request.sequences,
-        sequence_parallel=layout.tensor > 1,
-        software=replace(request.software, data_overlap=layout.overlap),
-    )
-    ways = [how for how in RECOMPUTE if request.fixed.get("recompute", how) == how]
-    size = 1
-    while size <= min(LARGEST_MICRO_BATCH, request.sequences // base.data):
-        for how in ways:
-            one = replace(base, micro_batch=size, layout=layout.model_copy(update={"recompute": how}))
-            stages = memory(one)
-            stage = max(range(len(stages)), key=lambda number: stages[number].total)
-            yield one, stages[stage], stage
-            if _fits(request, stages[stage]):
-                break
-        else:
+class _Joint:
+    def __init__(self, request: Request) -> None:
+        self.request, self.counts = request, Counts()
+        self.plans = self.pruned = self.splits = self.splits_pruned = 0
+        self.simulated: dict[Serving, float] = {}
+        """Seconds of a step's rollouts; infinite where a response does not fit."""
+        self._best: list[Choice] = []
+
+    def ranked(self) -> list[Choice]:
+        request = self.request
+        if request.work.rollouts is None:
+            for one in trainings(request.ask(request.gpus), self.counts):
+                self._keep(Choice("alone", request.gpus, one, Phases(0.0, one.score_s, one.update_s, 0.0, 0.0, False)))
+            return self._best
+        given = request.fixed.get("placement")
+        if given != "disaggregated" and "train_ranks" not in request.fixed:
+            self._colocated()
+        if given != "colocated":
+            self._disaggregated()
+        return self._best
+
+    def _keep(self, choice: Choice) -> None:
+        self._best = sorted([*self._best, choice], key=lambda one: one.seconds)[:KEPT]
+
+    @property
+    def _worst(self) -> float:
+        """Seconds that a plan must stay below to be ranked."""
+        return self._best[-1].seconds if len(self._best) == KEPT else math.inf
+
+    def _colocated(self) -> None:
+        request, rollouts = self.request, self.request.work.rollouts
+        assert rollouts is not None
+        if rollouts.max_lag and not rollouts.interrupt:
+            return  # the recipe would be refused
+        gpus, gpu = request.gpus, request.machine.gpu
+        engines = [self._serving(tensor, gpus, MOST_FRACTION) for tensor in self._tensors(gpus)]
+        least = min((self._rollout_s(one) for one in engines), default=math.inf)
+        tried = set[tuple[Layout, int]]()
+        for share in (0.0,) if request.offload else LEAST_FRACTIONS:
+            found = trainings(request.ask(gpus, AROUND_BYTES + share * gpu.memory), self.counts)
+            new = [one for one in found if (one.training.layout, one.max_tokens) not in tried]
+            tried.update((one.training.layout, one.max_tokens) for one in new)
+            self.plans += len(new) * len(engines)
+            for number, one in enumerate(new):
+                if one.seconds + least >= self._worst:
+                    self.pruned += (len(new) - number) * len(engines)
+                    break
+                for serving in engines:
+                    self._add("colocated", gpus, one, replace(serving, fraction=self._left(one)))
+
+    def _left(self, trained: Trained) -> float:
+        """The share of a GPU that engines may have beside what is trained."""
+        gpu = self.request.machine.gpu
+        held = trained.memory.buffers if self.request.offload else trained.memory.total
+        share = (PLANNED * NOMINAL * gpu.memory - held - AROUND_BYTES) / gpu.memory
+        return min(MOST_FRACTION, round(math.floor(share / FRACTION_STEP) * FRACTION_STEP, 2))
+
+    def _disaggregated(self) -> None:
+        request = self.request
+        for train in self._splits():
+            self.splits += 1
+            rest = request.gpus - train
+            engines = [self._serving(tensor, rest, MOST_FRACTION) for tensor in self._tensors(rest)]
+            engines.sort(key=self._rollout_s)
+            if not engines or self._rollout_s(engines[0]) >= self._worst or self._least_s(train) >= self._worst:
+                self.splits_pruned += 1
+                continue
+            found = trainings(request.ask(train), self.counts)
+            self.plans += len(found) * len(engines)
+            self.pruned += len(found) * len(engines) - min(len(found), OF_EACH_SPLIT) * min(len(engines), OF_EACH_SPLIT)
+            for one in found[:OF_EACH_SPLIT]:  # others of this split are slower on both sides
+                for serving in engines[:OF_EACH_SPLIT]:
+                    self._add("disaggregated", train, one, serving)
+
+    def _splits(self) -> list[int]:
+        """GPUs that train: whole nodes, or part of the only one."""
+        request = self.request
+        if given := request.fixed.get("train_ranks"):
+            return [int(given)]
+        unit = request.node if request.nodes > 1 else 1
+        count = request.gpus // unit
+        every = max(1, math.ceil((count - 1) / MOST_SPLITS))
+        middle_first = sorted(range(every, count, every), key=lambda part: abs(part - count / 2))
+        return [unit * part for part in middle_first]
+
+    def _least_s(self, gpus: int) -> float:
+        """Seconds to train, were all GPUs at their best all the time."""
+        work, shape, machine = self.request.work, self.request.shape, self.request.machine
+        flops = 2.0 * shape.active_parameters * work.tokens * (3 * work.epochs + work.scored)
+        return flops / gpus / machine.flops(self.request.precision)
+
+    def _tensors(self, gpus: int) -> list[int]:
+        """Tensor-parallel sizes of engines that divide the GPUs and the model, on part of a node or on whole ones."""
+        request = self.request
+        sizes = [size for size in divisors(gpus) if request.node % size == 0 or size % request.node == 0]
+        if given := request.fixed.get("tensor_parallel"):
+            sizes = [size for size in sizes if size == given]
+        return [size for size in sizes if not engine_problems(request.shape, size, self._groups(size))]
+
+    def _groups(self, tensor: int) -> int:
+        """Groups of an engine's ranks among which experts are divided: as many as can be."""
+        experts = self.request.shape.experts
+        return 1 if experts is None else math.gcd(tensor, experts.count)
+
+    def _serving(self, tensor: int, gpus: int, fraction: float) -> Serving:
+        return Serving(tensor, gpus // tensor, fraction, self._groups(tensor))
+
+    @cached_property
+    def _served(self) -> ServedModel:
+        assert self.request.work.rollouts is not None
+        rollouts = self.request.work.rollouts
+        return served_model(self.request.shape, rollouts.weight_bytes, rollouts.value_bytes)
+
+    def _engine(self, serving: Serving) -> EngineModel:
+        return engine_model(self._served, self.request.machine.gpu, serving)
+
+    def _rollout_s(self, serving: Serving) -> float:
+        if serving not in self.simulated:
+            rollouts = self.request.work.rollouts
+            assert rollouts is not None
+            how = steady_s if rollouts.interrupt else phase_s
+            try:
+                self.simulated[serving] = how(rollouts, self._engine(serving), serving.count)
+            except ValueError:
+                self.simulated[serving] = math.inf
+        return self.simulated[serving]
+
+    def _add(self, placement: Placement, train: int, trained: Trained, serving: Serving) -> None:
+        request = self.request
+        assert request.work.rollouts is not None
+        if given := request.fixed.get("mem_fraction_static"):
+            if float(given) > serving.fraction:
+                return
+            serving = replace(serving, fraction=float(given))
+        rollout = self._rollout_s(serving)
+        if not math.isfinite(rollout):
             return
-        size *= 2
+        colocated = placement == "colocated"
+        phases = Phases(
+            rollout,
+            trained.score_s,
+            trained.update_s,
+            least_s(request.shape, serving, request.work.rollouts.weight_bytes, request.machine),
+            self._moved_s(trained) if colocated and request.offload else 0.0,
+            ahead=not colocated and request.work.rollouts.max_lag > 0,
+        )
+        if phases.seconds < self._worst:
+            self._keep(Choice(placement, train, trained, phases, serving))
+        else:
+            self.pruned += 1
+
+    def _moved_s(self, trained: Trained) -> float:
+        """To move weights and the optimizer's state to the host's memory, and back."""
+        gpu, memory = self.request.machine.gpu, trained.memory
+        return 2 * (memory.weights + memory.optimizer) / (gpu.host * HOST_SHARE)
 
 
-def _layouts(request: Request) -> Iterator[Layout]:
-    """All combinations of sizes that a node, the layers, the experts and the GPUs allow by themselves."""
-    shape, gpus, node = request.shape, request.gpus, request.machine.gpu.linked
-    count = shape.experts.count if shape.experts is not None else 1
-    choices: dict[str, Sequence[int | str | bool]] = {
-        "tensor": [size for size in _divisors(gpus) if size <= min(node, shape.heads)],
-        "pipeline": [size for size in _divisors(gpus) if shape.layers % size == 0],
-        "interleave": [size for size in _divisors(shape.layers) if size <= 8],
-        "context": [size for size in _divisors(gpus) if size <= max(1, request.sequence // 1024)],
-        "expert": [size for size in _divisors(count) if gpus % size == 0],
-        "expert_tensor": [size for size in _divisors(gpus) if size <= (1 if shape.experts is None else node)],
-        "overlap": [True],
-    }
-    choices |= {name: [value] for name, value in request.fixed.items() if name != "recompute"}
-    for values in product(*choices.values()):
-        yield Layout.model_validate(dict(zip(choices, values, strict=True)))
+def planned(request: Request, choice: Choice) -> Choice:
+    """With the publication's time by the reshard plan of this very choice; loads torch."""
+    serving, rollouts = choice.serving, request.work.rollouts
+    if serving is None or rollouts is None:
+        return choice
+    first = choice.train_gpus if choice.placement == "disaggregated" else 0
+    seconds = planned_s(
+        request.shape,
+        choice.trained.training.layout,
+        serving,
+        request.machine,
+        train=choice.train_gpus,
+        first=first,
+        node=request.node,
+        weight_bytes=rollouts.weight_bytes,
+    )
+    return replace(choice, phases=replace(choice.phases, publish=seconds))
 
 
-def _divides(request: Request, layout: Layout) -> bool:
-    data = request.gpus // layout.model_ranks
-    return 0 < data <= request.sequences and not layout_problems(layout, request.shape, request.gpus)
-
-
-def _fits(request: Request, needed: Memory) -> bool:
-    return needed.total <= NOMINAL * request.machine.gpu.memory
-
-
-def _impossible(request: Request, model: Decoder) -> str:
+def _impossible(request: Request) -> str:
     """What is missing, and the fewest GPUs of those tried on which something fits."""
-    least = _least(request, model)
+    have = request.ask(request.gpus).room / 1e9
+    least = least_bytes(request.ask(request.gpus))
     if least is None:
-        return f"no layout divides the model over {request.gpus} GPUs; take another number of them, or fix less"
-    have = NOMINAL * request.machine.gpu.memory / 1e9
+        given = {name: value for name, value in request.fixed.items() if name in Layout.model_fields}
+        problems = layout_problems(Layout.model_validate(given), request.shape, request.gpus)
+        why = "; ".join(problems) or "take another number of them, or fix less"
+        return f"no layout divides the model over {request.gpus} GPUs: {why}"
+    if least / 1e9 <= have:
+        return (
+            f"training alone fits on {request.gpus} GPUs ({least / 1e9:.0f} of {have:.0f} GB on each), but not with"
+            " engines that hold the model and the longest response; take more nodes, or fix less"
+        )
     text = f"no layout fits: the smallest needs {least / 1e9:.0f} GB on a GPU, which has {have:.0f} GB"
     for times in MORE_GPUS:
-        more = replace(request, gpus=times * request.gpus, sequences=max(request.sequences, times * request.gpus))
-        found = _least(more, model)
-        if found is not None and found <= NOMINAL * request.machine.gpu.memory:
-            return f"{text}; {more.gpus} GPUs are enough"
-    return f"{text}; nor do {MORE_GPUS[-1]} times as many GPUs help"
-
-
-def _least(request: Request, model: Decoder) -> float | None:
-    """Bytes of the layout that needs least; None if none divides."""
-    peaks = [
-        needed.total
-        for layout in _layouts(request)
-        if layout.interleave == 1 and _divides(request, layout)
-        for _, needed, _ in _trainings(request, model, layout)
-    ]
-    return min(peaks, default=None)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+        more = replace(request, nodes=times * request.nodes)
+        smallest = least_bytes(more.ask(more.gpus))
+        if smallest is not None and smallest / 1e9 <= have:
+            return f"{text}; {more.nodes} nodes are enough to train"
+    return f"{text}; nor do {MORE_GPUS[-1]} times as many nodes help"

@@ -94,20 +94,54 @@ def step_time(training: Training, machine: Machine) -> Step:
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
     bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
-    sent = 2.0 * training.tokens * decoder.hidden / (layout.tensor if training.sequence_parallel else 1)
-    hop = machine.send_s(sent, training.gpus // layout.pipeline) if layout.pipeline > 1 else 0.0
     rounds = 2 * layout.interleave * (count + (layout.pipeline - 1) / layout.interleave)
     return Step(
         slowest * count,
         bubble + (longest - slowest.seconds) * count,
-        hop * rounds,
+        _hop(training, machine) * rounds,
         *_update(training, machine, longest),
         machine.shares.step_s,
     )
 
 
+def forward_time(training: Training, machine: Machine) -> float:
+    """Seconds of one forward pass over the step's sequences, which keeps nothing: for log-probabilities or values."""
+    layout, decoder = training.layout, training.decoder
+    each = [_passes(training, machine, kind)[0].seconds for kind in decoder.kinds]
+    seconds = []
+    for stage in stages(decoder, layout.pipeline, layout.interleave):
+        work = sum(count * one for count, one in zip(stage.layers, each, strict=True))
+        if stage.last:
+            work += _output(training, machine).seconds / 3
+        seconds.append(work)
+    hop = _hop(training, machine) * (training.micro_batches + layout.pipeline - 1)
+    return max(seconds) * (training.micro_batches - 1) + sum(seconds) + hop
+
+
+def _hop(training: Training, machine: Machine) -> float:
+    """Seconds to send a micro-batch's hidden states to the next stage."""
+    layout = training.layout
+    if layout.pipeline == 1:
+        return 0.0
+    sent = 2.0 * training.tokens * training.decoder.hidden / (layout.tensor if training.sequence_parallel else 1)
+    return machine.send_s(sent, training.gpus // layout.pipeline)
+
+
 def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     """Forward and backward pass of a micro-batch through one layer, and its recomputation."""
+    forward, backward = _passes(training, machine, layer)
+    total = forward + backward
+    if training.light_recompute:
+        total = total + _norms(training, machine, layer)[0] + Cost(memory=_activation_s(training, machine, layer.mlp))
+    if training.layout.recompute == "full":
+        return total + forward * training.recomputed
+    if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
+        return total + Cost(attention=forward.attention)
+    return total
+
+
+def _passes(training: Training, machine: Machine, layer: Layer) -> tuple[Cost, Cost]:
+    """Forward and backward pass."""
     forward, backward = Cost(), Cost()
     for ahead, back in (
         _mixer(training, machine, layer),
@@ -118,15 +152,7 @@ def _layer(training: Training, machine: Machine, layer: Layer) -> Cost:
     starts = Cost(
         memory=_kernels(training, layer) * machine.shares.kernel_s * (0.3 if training.software.graphs else 1.0)
     )
-    forward, backward = forward + starts, backward + starts * 2
-    total = forward + backward
-    if training.light_recompute:
-        total = total + _norms(training, machine, layer)[0] + Cost(memory=_activation_s(training, machine, layer.mlp))
-    if training.layout.recompute == "full":
-        return total + forward * training.recomputed
-    if training.layout.recompute == "selective" and training.software.kernel in ("unfused", "fused_softmax"):
-        return total + Cost(attention=forward.attention)
-    return total
+    return forward + starts, backward + starts * 2
 
 
 def _kernels(training: Training, layer: Layer) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,9 +51,15 @@ class Software:
     """The program's own buffers."""
 
 
+ROUNDING = 1e-9
+
+
 @dataclass(frozen=True)
 class Training:
     """One optimizer step of `global_batch` sequences of `sequence` tokens, `micro_batch` of them at a time.
+
+    Packed sequences of other lengths are as many of sum(length^2) / sum(length) tokens, in parts of a sequence if need
+    be: these have as many tokens, and as many pairs for attention.
 
     `sharding`: data-parallel ranks each hold all of the optimizer's state, a share of it, or a share of everything
     (FSDP). With `adapters` only small added matrices learn (LoRA), so that weights have no gradients.
@@ -61,9 +68,9 @@ class Training:
     decoder: Decoder
     layout: Layout
     gpus: int
-    sequence: int
-    global_batch: int
-    micro_batch: int = 1
+    sequence: float
+    global_batch: float
+    micro_batch: float = 1
     precision: Precision = "bf16"
     sequence_parallel: bool = True
     sharding: Literal["none", "optimizer", "full"] = "optimizer"
@@ -85,9 +92,9 @@ class Training:
     @property
     def micro_batches(self) -> int:
         """Of each data-parallel rank in a step."""
-        return max(1, -(-self.global_batch // (self.data * self.micro_batch)))
+        return max(1, math.ceil(self.global_batch / (self.data * self.micro_batch) - ROUNDING))
 
     @property
     def tokens(self) -> int:
         """Of a micro-batch on one rank, before tensor-parallel ranks share them."""
-        return self.micro_batch * self.sequence // self.layout.context
+        return round(self.micro_batch * self.sequence) // self.layout.context

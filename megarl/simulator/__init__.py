@@ -10,7 +10,7 @@ and says nothing about anything but time.
 from megarl.simulator.cluster import Run, make_scheduler, simulate
 from megarl.simulator.presets import PRESETS, Preset
 from megarl.simulator.report import Bounds, Summary, as_json, bounds, summarize
-from megarl.simulator.speed import GPUS, MODELS, EngineModel, Gpu, Placement, measured, roofline
+from megarl.simulator.speed import GPUS, MODELS, EngineModel, Gpu, Placement, ServedModel, measured, roofline
 from megarl.simulator.timeline import draw_timeline
 from megarl.simulator.training import Mode, Steps, Trainer, simulate_training, trainer
 from megarl.simulator.workload import GroupLengths, LengthModel, Workload, read_lengths
@@ -28,6 +28,7 @@ __all__ = [
     "Placement",
     "Preset",
     "Run",
+    "ServedModel",
     "Steps",
     "Summary",
     "Trainer",

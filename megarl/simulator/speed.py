@@ -80,19 +80,21 @@ class Gpu:
     flops_4: float = 0.0
     linked: int = 8
     """GPUs that `link` joins."""
+    host: float = 63e9
+    """Bytes a second to or from the host's memory."""
 
 
 GPUS = {
-    "A100": Gpu(80e9, 2.04e12, 312e12, 312e12, 300e9, network=25e9),
-    "A100-40GB": Gpu(40e9, 1.56e12, 312e12, 312e12, 300e9, network=25e9),
+    "A100": Gpu(80e9, 2.04e12, 312e12, 312e12, 300e9, network=25e9, host=31e9),
+    "A100-40GB": Gpu(40e9, 1.56e12, 312e12, 312e12, 300e9, network=25e9, host=31e9),
     "H100": Gpu(80e9, 3.35e12, 989e12, 1979e12, 450e9),
     "H200": Gpu(141e9, 4.8e12, 989e12, 1979e12, 450e9),
     "H20": Gpu(96e9, 4.0e12, 148e12, 296e12, 450e9),
     "H800": Gpu(80e9, 3.35e12, 989e12, 1979e12, 200e9),
     "B200": Gpu(180e9, 8e12, 2250e12, 4500e12, 900e9, flops_4=9000e12),
     "B300": Gpu(268e9, 8e12, 2250e12, 4500e12, 900e9, network=100e9, flops_4=13500e12),
-    "GB200": Gpu(186e9, 8e12, 2500e12, 5000e12, 900e9, flops_4=10000e12, linked=72),
-    "GB300": Gpu(278e9, 8e12, 2500e12, 5000e12, 900e9, network=100e9, flops_4=15000e12, linked=72),
+    "GB200": Gpu(186e9, 8e12, 2500e12, 5000e12, 900e9, flops_4=10000e12, linked=72, host=450e9),
+    "GB300": Gpu(278e9, 8e12, 2500e12, 5000e12, 900e9, network=100e9, flops_4=15000e12, linked=72, host=450e9),
 }
 """Data sheets of NVIDIA's SXM parts and of those with a Grace; `link` is one direction of NVLink. The H800's is cut to
 400 GB/s both ways; an A100 has no 8-bit floating point."""

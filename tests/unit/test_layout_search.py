@@ -1,65 +1,55 @@
-"""The search finds what an exhaustive one finds, and says why the rest was left out."""
+"""The search finds what an exhaustive one finds, adds phases up as modes do, and says why nothing fits."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megarl.config import Layout, ModelShape, layout_problems, read_model_shape
-from megarl.layout import GENERATIONS, MEGARL, Machine, Request, Training, decoder, fits, search, step_time
+from megarl.config import Layout, ModelShape, engine_problems, layout_problems
+from megarl.layout import (
+    GENERATIONS,
+    KNOWN,
+    MEGARL,
+    Ask,
+    Choice,
+    Counts,
+    Lengths,
+    Machine,
+    Request,
+    Rollouts,
+    Training,
+    Work,
+    decoder,
+    memory,
+    planned,
+    search,
+    step_time,
+    trainings,
+)
 from megarl.simulator import GPUS
 
-ROOT = Path(__file__).parents[2]
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e6,
-}
-DEEPSEEK_V3 = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "hidden_size": 7168,
-    "num_hidden_layers": 61,
-    "num_attention_heads": 128,
-    "num_key_value_heads": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 256,
-    "num_experts_per_tok": 8,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 3,
-    "vocab_size": 129280,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1e4,
-}
+QWEN3_8B = KNOWN["qwen3-8b"]
 H100 = Machine(GPUS["H100"], GENERATIONS["H100"])
+EQUAL = Work((8192,) * 64, linear=40_000)
 
 
-def shape_of(directory: Path, config: dict[str, Any]) -> ModelShape:
-    (directory / "config.json").write_text(json.dumps(config))
-    return read_model_shape(directory)
+def rollouts(shape: ModelShape = QWEN3_8B, prompts: int = 64, cap: int = 4096, **mode: Any) -> Work:
+    groups = Lengths().responses(cap, prompts, 8)
+    lengths = tuple(group.prompt + length for group in groups.groups for length in group.lengths)
+    linear = shape.active_parameters / (shape.layers * shape.heads * shape.head_dim)
+    return Work(lengths, linear, scored=1, frozen=1, rollouts=Rollouts(groups, **mode))
 
 
-def test_it_finds_the_best_of_all(tmp_path: Path) -> None:
-    shape, gpus, sequence, sequences = shape_of(tmp_path, QWEN3_8B), 16, 8192, 64
-    found = search(Request(shape, H100, gpus, sequence, sequences))
-    model, times = decoder(shape), []
-    powers = (1, 2, 4, 8, 16)
+def request(work: Work, nodes: int = 2, shape: ModelShape = QWEN3_8B, **more: Any) -> Request:
+    return Request(shape, H100, nodes, 8, work, **more)
+
+
+def test_it_finds_the_best_of_all_trainings() -> None:
+    ask, times = Ask(QWEN3_8B, H100, 16, EQUAL), []
+    model, powers = decoder(QWEN3_8B), (1, 2, 4, 8, 16)
     for tensor, pipeline, interleave, context in product(powers[:4], powers, (1, 2, 3, 4, 6), powers[:4]):
         for recompute in ("none", "selective", "full"):
             layout = Layout(
@@ -70,65 +60,120 @@ def test_it_finds_the_best_of_all(tmp_path: Path) -> None:
                 recompute=recompute,  # type: ignore[arg-type]
                 overlap=True,
             )
-            if layout_problems(layout, shape, gpus):
+            if layout_problems(layout, QWEN3_8B, 16):
                 continue
             software = replace(MEGARL, data_overlap=True)
-            base = Training(model, layout, gpus, sequence, sequences, sequence_parallel=tensor > 1, software=software)
-            for size in powers:
+            base = Training(model, layout, 16, 8192, 64, sequence_parallel=tensor > 1, software=software)
+            for size in (*powers, 32, 64):
                 one = replace(base, micro_batch=size)
-                if size * one.data <= sequences and fits(one, H100):
+                if size * one.data <= 64 and max(part.total for part in memory(one)) <= ask.room:
                     times.append(step_time(one, H100).seconds)
-    assert found.ranked[0].step.seconds == min(times)
-    seconds = [choice.step.seconds for choice in found.ranked]
+    found = trainings(ask, Counts())
+    assert found[0].seconds == pytest.approx(min(times))
+    seconds = [one.seconds for one in found]
     assert seconds == sorted(seconds)
-    assert all(fits(choice.training, H100) for choice in found.ranked)
+    assert all(one.memory.total <= ask.room for one in found)
 
 
-def test_what_is_fixed_stays(tmp_path: Path) -> None:
-    shape = shape_of(tmp_path, QWEN3_8B)
-    found = search(Request(shape, H100, 16, 4096, 64, {"tensor": 4, "recompute": "full", "overlap": False}))
-    assert {(one.training.layout.tensor, one.training.layout.recompute) for one in found.ranked} == {(4, "full")}
-    assert not any(one.training.layout.overlap or one.training.software.data_overlap for one in found.ranked)
+def test_every_training_is_counted_once() -> None:
+    counts = Counts()
+    found = trainings(Ask(QWEN3_8B, H100, 16, EQUAL), counts)
+    assert counts.asked == counts.too_large + len(found)
+    assert len({(one.training.layout, one.max_tokens) for one in found}) == len(found)
+    layouts = {one.training.layout.model_copy(update={"recompute": "none"}).model_dump_json() for one in found}
+    assert len(layouts) <= counts.layouts - counts.indivisible
 
 
-def test_every_layout_is_counted_once(tmp_path: Path) -> None:
-    found = search(Request(shape_of(tmp_path, QWEN3_8B), H100, 16, 4096, 64))
-    assert found.asked == found.too_large + len(found.ranked)
-    trained = {
-        choice.training.layout.model_copy(update={"recompute": "none"}).model_dump_json() for choice in found.ranked
+def test_what_is_fixed_stays() -> None:
+    fixed = {"tensor": 4, "recompute": "full", "overlap": False, "max_tokens_per_rank": 16_384}
+    found = trainings(Ask(QWEN3_8B, H100, 16, EQUAL, fixed=fixed), Counts())
+    assert {(one.training.layout.tensor, one.training.layout.recompute, one.max_tokens) for one in found} == {
+        (4, "full", 16_384)
     }
-    assert len(trained) <= found.layouts - found.indivisible
-    assert len({(choice.training.layout, choice.training.micro_batch) for choice in found.ranked}) == len(found.ranked)
+    assert not any(one.training.layout.overlap or one.training.software.data_overlap for one in found)
+    chosen = search(request(rollouts(), fixed={"placement": "disaggregated", "train_ranks": 8, "tensor_parallel": 4}))
+    assert {(one.placement, one.train_gpus, one.serving and one.serving.tensor) for one in chosen.ranked} == {
+        ("disaggregated", 8, 4)
+    }
 
 
-def test_a_large_mixture_is_searched_with_its_experts(tmp_path: Path) -> None:
-    found = search(Request(shape_of(tmp_path, DEEPSEEK_V3), H100, 512, 4096, 2048))
-    best = found.ranked[0].training.layout
+def test_uneven_sequences_take_longer_than_even_ones() -> None:
+    """As many tokens and as much attention, but one sequence is most of a rank's work."""
+    fixed = {"tensor": 2, "pipeline": 1, "context": 1}
+    even = trainings(Ask(QWEN3_8B, H100, 8, Work((2048,) * 16, 40_000), fixed=fixed), Counts())[0]
+    uneven = Work((16_384, *(1024,) * 16), 40_000)
+    found = trainings(Ask(QWEN3_8B, H100, 8, uneven, fixed=fixed), Counts())[0]
+    assert found.seconds > 1.7 * even.seconds
+
+
+def test_a_critic_and_a_reference_need_memory_and_time() -> None:
+    sizes = {"tensor": 8, "pipeline": 2, "interleave": 1, "context": 1, "recompute": "none"}
+    ask = Ask(QWEN3_8B, H100, 16, EQUAL, fixed={**sizes, "max_tokens_per_rank": 8192})
+    (plain,) = trainings(ask, Counts())
+    (both,) = trainings(replace(ask, work=replace(EQUAL, critic=True, frozen=1, scored=3)), Counts())
+    held = plain.memory
+    assert both.memory.others == pytest.approx(2 * held.weights + held.gradients + held.optimizer)
+    assert both.update_s == pytest.approx(2 * plain.update_s, rel=0.1)
+    assert plain.score_s == 0
+    assert both.score_s == pytest.approx(plain.update_s, rel=0.35), "three forward passes are about one update"
+
+
+@pytest.mark.parametrize("mode", [{}, {"max_lag": 1}, {"max_lag": 4, "interrupt": True}])
+def test_phases_add_up_as_placements_and_modes_do(mode: dict[str, Any]) -> None:
+    found = search(request(rollouts(**mode)))
+    for one in found.ranked:
+        phases = one.phases
+        training = phases.score + phases.update
+        together = one.placement == "disaggregated" and mode
+        busy = max(phases.rollout, training) if together else phases.rollout + training
+        assert one.seconds == pytest.approx(busy + phases.publish)
+        assert one.serving is not None
+        assert not engine_problems(QWEN3_8B, one.serving.tensor, one.serving.expert)
+        engines = one.serving.count * one.serving.tensor
+        assert engines == (16 if one.placement == "colocated" else 16 - one.train_gpus)
+        if one.placement == "colocated":
+            used = one.trained.memory.total + one.serving.fraction * H100.gpu.memory
+            assert used < 1.06 * H100.gpu.memory
+    if mode == {"max_lag": 1}:
+        assert {one.placement for one in found.ranked} == {"disaggregated"}, "the recipe would be refused"
+
+
+def test_making_room_for_each_other_helps() -> None:
+    stays = search(request(rollouts(), fixed={"placement": "colocated"})).ranked[0]
+    moves = search(request(rollouts(), fixed={"placement": "colocated"}, offload=True)).ranked[0]
+    assert moves.phases.offload > 0 == stays.phases.offload
+    assert stays.serving is not None
+    assert moves.serving is not None
+    assert moves.serving.fraction > stays.serving.fraction
+
+
+def test_the_publication_is_that_of_the_reshard_plan() -> None:
+    asked = request(rollouts())
+    best = search(asked).ranked[0]
+    exact = planned(asked, best)
+    assert exact.phases.rollout == best.phases.rollout
+    assert 0 < exact.phases.publish < 10 * best.phases.publish
+
+
+def test_a_large_mixture_is_searched_with_its_experts() -> None:
+    shape = KNOWN["deepseek-v3"]
+    counts = Counts()
+    work = Work((4096,) * 2048, 40_000)
+    best = trainings(Ask(shape, H100, 512, work), counts)[0].training.layout
     assert best.expert > 8, "671e9 parameters do not fit otherwise"
-    assert found.asked > 500
+    assert counts.asked > 500
 
 
-def test_the_impossible_is_refused_with_what_would_do(tmp_path: Path) -> None:
-    shape = shape_of(tmp_path, QWEN3_8B)
-    with pytest.raises(ValueError, match=r"no layout fits: .* 85 GB; 2 GPUs are enough"):
-        search(Request(shape, H100, 1, 4096, 64))
-    with pytest.raises(ValueError, match="no layout divides the model over 16 GPUs"):
-        search(Request(shape, H100, 16, 4096, 64, {"tensor": 5}))
+def test_the_impossible_is_refused_with_what_would_do() -> None:
+    with pytest.raises(ValueError, match=r"no layout fits: .* GB on a GPU, which has 81 GB; 2 nodes are enough"):
+        search(Request(QWEN3_8B, H100, 1, 1, EQUAL))
+    with pytest.raises(ValueError, match="over 16 GPUs: .*tensor: 5 does not divide the model's attention heads"):
+        search(request(EQUAL, fixed={"tensor": 5}))
+    with pytest.raises(ValueError, match="not with engines that hold the model and the longest response"):
+        search(request(rollouts(), fixed={"tensor_parallel": 3}))
 
 
-def test_the_tool_prints_a_table_and_json(tmp_path: Path) -> None:
-    shape_of(tmp_path, QWEN3_8B)
-    arguments = ["--model", tmp_path, "--gpus", "16", "--tokens", "4096", "--sequences", "64", "--fix", "tensor=2"]
-    command = [sys.executable, ROOT / "tools/tune_layout.py", *arguments, "--top", "3"]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.splitlines()
-    assert len(text) == 5
-    assert "fit" in text[0]
-    printed = subprocess.run([*command, "--json"], check=True, capture_output=True, text=True, timeout=60).stdout
-    rows = json.loads(printed)
-    assert [f"{row['step_s']:.2f}s" for row in rows] == [line.split()[0] for line in text[2:]]
-    assert all(row["layout"]["tensor"] == 2 and 0 < row["mfu"] < 1 for row in rows)
-    for row in rows:
-        assert sum(row["seconds"].values()) == pytest.approx(row["step_s"])
-    wrong = subprocess.run([*command, "--fix", "tensors=2"], capture_output=True, text=True, timeout=60, check=False)
-    assert wrong.returncode == 1
-    assert "--fix tensors=2: expected NAME=VALUE" in wrong.stderr
+def test_better_plans_come_first() -> None:
+    ranked: tuple[Choice, ...] = search(request(rollouts())).ranked
+    assert [one.seconds for one in ranked] == sorted(one.seconds for one in ranked)
+    assert ranked[0].seconds < search(request(rollouts(), nodes=1)).ranked[0].seconds
