@@ -87,7 +87,7 @@ def _accumulation_s(training: Training, machine: Machine, layer: Layer) -> float
         return 0.0
     layout = training.layout
     count = layer.parameters(layout.tensor) + layer.expert_parameters(layout.expert, layout.expert_tensor)
-    return machine.memory_s((4.0 + 2 * training.software.gradient_bytes) * count)
+    return machine.memory_s(2 * (training.element_bytes + training.software.gradient_bytes) * count)
 
 
 def _kernels(training: Training, layer: Layer) -> int:
