@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megarl.config.algorithm import Algorithm
+from megarl.config.algorithm import Algorithm, NoCorrection
 from megarl.config.fields import (
     Decay,
     Fraction,
@@ -308,6 +308,11 @@ class RlRecipe(Stage):
         if isinstance(self.placement, Hybrid):
             return [one for one in numbers if one * self.rollout.tensor_parallel < self.placement.train_ranks]
         return list(numbers)
+
+    @property
+    def learns_uncorrected(self) -> bool:
+        """Whether old tokens count as if the present weights had sampled them."""
+        return self.mode.max_lag > 0 and isinstance(self.algorithm.correction, NoCorrection)
 
     @property
     def most_groups(self) -> int:

@@ -9,11 +9,13 @@ from pydantic import Field
 from megarl.config.fields import NonNegativeInt, PositiveInt, Seconds, Section
 from megarl.config.reward import Serving
 
+LAG_MAX = 64  # far beyond what a correction makes good, and each version more keeps a step's groups more in memory
+
 
 class Mode(Section):
     """How far rollouts may run ahead of training: synchronous, one step off, or asynchronous."""
 
-    max_lag: NonNegativeInt = 0
+    max_lag: Annotated[int, Field(ge=0, le=LAG_MAX)] = 0
     """Staleness: versions by which a group's oldest token may lag the weights that learn from it; 0: synchronous."""
     interrupt: bool = False
     """Responses under way go on with new weights when these come; else they are finished first, and training waits."""

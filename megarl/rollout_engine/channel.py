@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import struct
 
 import msgspec
@@ -37,6 +38,10 @@ class Saved(msgspec.Struct, tag=True):
     """A checkpoint has `step` finished steps. No reply."""
 
     step: int
+
+
+class Look(msgspec.Struct, tag=True):
+    """Which engines were lost meanwhile? Reply: Waiting."""
 
 
 class Drain(msgspec.Struct, tag=True):
@@ -103,12 +108,21 @@ class Failed(msgspec.Struct, tag=True):
     cause: str
 
 
-Request = Serve | Generate | Saved | Take | Drain | Evaluate
+Request = Serve | Generate | Saved | Take | Look | Drain | Evaluate
 Reply = Taken | Drained | Evaluation | Waiting | Failed
 
 encode = msgspec.msgpack.encode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+async def read_request(reader: asyncio.StreamReader) -> Request | None:
+    """The next one; None: rank 0 has hung up."""
+    try:
+        (length,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+    except asyncio.IncompleteReadError:
+        return None
+    return decode_request(await reader.readexactly(length))
 
 
 def frame(message: Request | Reply) -> bytes:

@@ -77,34 +77,41 @@ class Coordinator:
         self._work: asyncio.Task[channel.Reply] | None = None
         self._progress_at = time.monotonic()
         self._lengths: dict[int, int] = {}  # of the longest response, by row of the data
-        self._asked = self._replaced = 0
+        self._asked = 0
+        self._replaced = _lines(failed_requests)  # so that a resumed run goes on with other prompts
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Answer rank 0's requests, one after the other, until it hangs up."""
-        while True:
-            try:
-                header = await reader.readexactly(channel.HEADER.size)
-            except asyncio.IncompleteReadError:
-                await self.dispatcher.close()
-                return
-            request = channel.decode_request(await reader.readexactly(channel.HEADER.unpack(header)[0]))
-            match request:
-                case channel.Serve(engines=engines, published=published):
-                    clients = {number: await self._connect(address) for number, address in engines.items()}
-                    if published is not None:
-                        self._queue.publish(published)
-                    await self.dispatcher.serve(clients, resume=published is not None)
-                case channel.Generate():
-                    self.generate()
-                case channel.Saved(step=step):
-                    await self._queue.saved(step)
-                case channel.Drain(wait_s=wait_s):
-                    writer.write(channel.frame(await self.within(wait_s, self._drain)))
-                case channel.Take(step=step, wait_s=wait_s):
-                    writer.write(channel.frame(await self.within(wait_s, functools.partial(self.take, step))))
-                case channel.Evaluate(wait_s=wait_s):
-                    writer.write(channel.frame(await self.within(wait_s, self._evaluate)))
-            await writer.drain()
+        """Answer rank 0's requests, one after the other, until it hangs up; what is under way ends then."""
+        try:
+            while (request := await channel.read_request(reader)) is not None:
+                await self._answer(request, writer)
+                await writer.drain()
+        finally:
+            tasks = [*self._under_way, *([self._work] if self._work else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self.dispatcher.close()
+
+    async def _answer(self, request: channel.Request, writer: asyncio.StreamWriter) -> None:
+        match request:
+            case channel.Serve(engines=engines, published=published):
+                clients = {number: await self._connect(address) for number, address in engines.items()}
+                if published is not None:
+                    self._queue.publish(published)
+                await self.dispatcher.serve(clients, resume=published is not None)
+            case channel.Generate():
+                self.generate()
+            case channel.Saved(step=step):
+                await self._queue.saved(step)
+            case channel.Look():
+                writer.write(channel.frame(channel.Waiting(self.dispatcher.take_lost())))
+            case channel.Drain(wait_s=wait_s):
+                writer.write(channel.frame(await self.within(wait_s, self._drain)))
+            case channel.Take(step=step, wait_s=wait_s):
+                writer.write(channel.frame(await self.within(wait_s, functools.partial(self.take, step))))
+            case channel.Evaluate(wait_s=wait_s):
+                writer.write(channel.frame(await self.within(wait_s, self._evaluate)))
 
     async def within(self, wait_s: float, start: Callable[[], Coroutine[Any, Any, channel.Reply]]) -> channel.Reply:
         """The result of what goes on, or is started now; or Waiting, after `wait_s` or when an engine is lost.
@@ -315,6 +322,10 @@ async def _all(coroutines: Any) -> list[Any]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def _lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def _mean(values: list[float]) -> float:

@@ -297,6 +297,7 @@ class Dispatcher:
             )
         self._clients[number] = client
         print(f"{client.name} has room for {load.max_total_num_tokens} tokens and {load.max_running_requests} requests")
+        self.progress_at = time.monotonic()  # until now all may have been on their way
         self.scheduler.join(number, kv_tokens=load.max_total_num_tokens, max_running=load.max_running_requests)
         self._watches[number] = asyncio.create_task(self._watch(number, client))
 

@@ -79,7 +79,7 @@ class CoordinatorHandle:
         """A checkpoint has `step` finished steps."""
         self._send(channel.Saved(step))
 
-    def ask(self, request: channel.Take | channel.Drain | channel.Evaluate) -> channel.Reply:
+    def ask(self, request: channel.Take | channel.Look | channel.Drain | channel.Evaluate) -> channel.Reply:
         """What was asked for, or that it is not there yet."""
         self._send(request)
         self._socket.settimeout(self._deadline_s)

@@ -75,13 +75,15 @@ class Fleet:
         """Whether no engine is on its way."""
         return not self._starting
 
-    def publish(self, model: ModelEngine | None, version: int) -> dict[str, float]:
+    def publish(self, model: ModelEngine | None, version: int, lost: Iterable[Lost]) -> dict[str, float]:
         """Give the weights of `model`, which ranks that train have, as `version` to all engines that are healthy.
 
-        A collective of all ranks. Returns what is logged. An engine that fails is started anew, and gets them later,
-        in `tend`.
+        A collective of all ranks. Returns what is logged. Engines that were `lost` while the model trained, and those
+        that fail now, are started anew, and get them later, in `tend`.
         """
-        self._restarts, self.serving = 0, {}
+        self._restarts = 0
+        self._replace_lost(lost)
+        self.serving = {}
         self._starting -= self._healthy()
         return self._publish(model, version, set(range(len(self._leaders))) - self._starting)
 
@@ -92,7 +94,7 @@ class Fleet:
         after as many rounds as `rollout.restarts` allows.
         """
         before = dict(self.serving)
-        self._replace({one.number: one.cause for one in lost if self.serving.get(one.number) == one.address})
+        self._replace_lost(lost)
         if healthy := self._healthy():
             self._starting -= healthy
             self._publish(model, version, healthy)
@@ -120,6 +122,10 @@ class Fleet:
         self._replace(found.failed)
         moved = {"publish/gb": found.nbytes / 1e9, "publish/sent_fraction": found.nbytes / max(found.planned, 1)}
         return moved | {"publish/stall_s": found.stall_s, "publish/engines_failed": float(len(found.failed))}
+
+    def _replace_lost(self, lost: Iterable[Lost]) -> None:
+        """But not those that were replaced before."""
+        self._replace({one.number: one.cause for one in lost if self.serving.get(one.number) == one.address})
 
     def _replace(self, failed: Mapping[int, str]) -> None:
         """Start these anew, where they are led; what was wrong is said once."""

@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 def train_rl(job: Job, recipe: RlRecipe) -> None:
     """Train for `recipe.steps` steps and write the model to the run directory."""
     key = job.control.broadcast(secrets.token_hex(32) if job.control.rank == 0 else None, str, what="key of the job")
+    if recipe.learns_uncorrected:
+        LOGGER.warning(
+            "mode.max_lag is %d and algorithm.correction is none: tokens of old weights count as if the present weights"
+            " had sampled them; see docs/modes.md",
+            recipe.mode.max_lag,
+        )
     rollouts = Rollouts(job, recipe, key)
     models = _build_models(job, recipe) if job.trains else None
     model, critic = (None, None) if models is None else (models.policy, models.critic)

@@ -20,6 +20,8 @@ from megarl.rollout_engine import (
     Drained,
     Evaluate,
     Evaluation,
+    Look,
+    Lost,
     Take,
     Taken,
     Waiting,
@@ -78,7 +80,7 @@ class Rollouts:
         if mode.max_lag and not mode.interrupt:
             self._wait(Drain, what=f"end of the rollouts before version {version}")
         waited_s = time.monotonic() - began
-        moved = self._fleet.publish(model, version) | {"publish/wait_s": waited_s}
+        moved = self._fleet.publish(model, version, self._lost()) | {"publish/wait_s": waited_s}
         self._serve(published=version)
         if self._coordinator is not None and not self._recipe.takes_turns:
             self._coordinator.generate()
@@ -126,6 +128,15 @@ class Rollouts:
                 return reply
             if self._fleet.tend(self._model, self._version, reply.lost):
                 self._serve(published=None)
+
+    def _lost(self) -> list[Lost]:
+        """Engines that were lost since the last wait."""
+        lost: list[Lost] = []
+        if self._coordinator is not None:
+            reply = self._coordinator.ask(Look())
+            assert isinstance(reply, Waiting)
+            lost = reply.lost
+        return self._job.control.broadcast(lost, list[Lost], what="engines that were lost")
 
     def _serve(self, *, published: WeightVersion | None) -> None:
         if self._coordinator is not None:

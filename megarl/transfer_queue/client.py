@@ -50,8 +50,8 @@ class QueueClient:
             wait_s *= 2
         raise QueueError(
             f"the transfer queue at {offer.endpoint} has not answered for {self._deadline_s:g} s, asked for"
-            f" {sum(map(len, wanted.values()))} arrays of step {offer.step}: see logs/coordinator.log, and whether this"
-            " node reaches that address"
+            f" {sum(map(len, wanted.values()))} arrays of step {offer.step + 1}: see logs/coordinator.log, and whether"
+            " this node reaches that address"
         )
 
     def close(self) -> None:

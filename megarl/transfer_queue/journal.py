@@ -169,6 +169,7 @@ class Journal:
                 await self._cleaning
             await self.sync()
         finally:
+            self._failure = self._failure or f"{self._directory}: the journal is closed"
             for segment in [*self._full, self._segment]:
                 os.close(segment.fd)
 

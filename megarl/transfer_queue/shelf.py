@@ -32,15 +32,15 @@ class Shelf:
     def read(self, step: int, wanted: Mapping[str, Sequence[int]]) -> list[bytes]:
         """The values of the sequences that are `wanted` of each field, in this order.
 
-        Raises ValueError: there is no such step, field or sequence.
+        Raises ValueError: there is no such step, field or sequence. It names steps as users see them: the first is 1.
         """
         if step not in self._steps:
-            raise ValueError(f"step {step} is not held; steps {sorted(self._steps)} are")
+            raise ValueError(f"step {step + 1} is not held; steps {[held + 1 for held in sorted(self._steps)]} are")
         held = self._steps[step]
         if unknown := wanted.keys() - FIELDS.keys():
             raise ValueError(f"there are no fields {sorted(unknown)}; expected some of {sorted(FIELDS)}")
         if wrong := {number for numbers in wanted.values() for number in numbers if not 0 <= number < len(held)}:
-            raise ValueError(f"step {step} has no sequences {sorted(wrong)}; expected 0 to {len(held) - 1}")
+            raise ValueError(f"step {step + 1} has no sequences {sorted(wrong)}; expected 0 to {len(held) - 1}")
         return [held[number][field] for field, numbers in wanted.items() for number in numbers]
 
 

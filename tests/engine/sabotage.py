@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -98,10 +99,22 @@ def _stop_this_rank() -> None:
     Exchange.bucket = bucket  # type: ignore[method-assign]
 
 
+def _stop_an_engine_elsewhere() -> None:
+    """That of another rank, while this one trains; returns when the coordinator has given it up."""
+    others = psutil.Process(os.getppid()).children(recursive=True)
+    (leader,) = (one for one in others if "megarl.rollout_engine.server:main" in one.cmdline())
+    logs = Path(os.readlink(f"/proc/{leader.pid}/fd/1")).parent
+    for process in [*leader.children(recursive=True), leader]:
+        process.send_signal(signal.SIGSTOP)
+    while "is given up" not in (logs / "coordinator.log").read_text():
+        time.sleep(0.1)
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     "the engine is killed": lambda: _engine_gets(signal.SIGKILL),
     "the engine is killed in a rollout": lambda: _engine_gets_in_a_rollout(signal.SIGKILL),
     "the engine is stopped in a rollout": lambda: _engine_gets_in_a_rollout(signal.SIGSTOP),
+    "the engine elsewhere is stopped": _stop_an_engine_elsewhere,
     "a bit is flipped": _flip_a_bit,
     "the rank is stopped": _stop_this_rank,
 }

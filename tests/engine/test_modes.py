@@ -61,6 +61,7 @@ def test_one_step_off(tmp_path: Path, rl_overrides: list[str]) -> None:
     with local_job(tmp_path / "run", RECIPE, *rl_overrides, *APART, "steps=3", "mode.max_lag=1") as job:
         assert job.wait() == 0, job.output()[-3000:]
         rows = job.metrics()
+    assert "mode.max_lag is 1 and algorithm.correction is none" in job.output()
     check(rows, max_lag=1)
     assert [row["rollout/stale_fraction"] for row in rows] == [0.0, 1.0, 1.0]
     assert all("publish/wait_s" in row for row in rows)

@@ -28,9 +28,9 @@ FAULTS = {
 """And what is said of them."""
 
 
-def overrides(*faults: str) -> list[str]:
-    """One in each step, in rank 1. Ranks have half of the model each, so that all have something to send."""
-    own = f"{{type: own, function: 'tests.engine.sabotage:advantage', options: {{faults: {[*faults]}, rank: 1}}}}"
+def overrides(*faults: str, rank: int = 1) -> list[str]:
+    """One in each step, in `rank`. Ranks have half of the model each, so that all have something to send."""
+    own = f"{{type: own, function: 'tests.engine.sabotage:advantage', options: {{faults: {[*faults]}, rank: {rank}}}}}"
     return [
         f"algorithm.advantage={own}",
         "layout.tensor=2",
@@ -54,6 +54,28 @@ def test_an_engine_that_fails_is_replaced_and_gets_the_version(
     for said in FAULTS.values():
         assert f"engine 1 is started anew: {said}" in output
     assert output.count("is started anew") == len(FAULTS)
+
+
+def test_an_engine_that_is_lost_while_the_model_trains_is_not_waited_for(
+    tmp_path: Path, rl_overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, and would not answer whoever has weights for it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    apart = [
+        "placement={type: disaggregated, train_ranks: 1}",
+        "mode={max_lag: 2, interrupt: true}",
+        "layout.tensor=1",
+        "rollout.stall_s=4",
+        "rollout.max_new_tokens=64",
+        "rollout.server_args={max_running_requests: 4}",  # most of what is asked waits
+    ]
+    fault = overrides("the engine elsewhere is stopped", rank=0)
+    with local_job(tmp_path / "run", RECIPE, *rl_overrides, *fault, *apart) as job:
+        assert job.wait() == 0, job.output()[-3000:]
+        rows, output = job.metrics(), job.output()
+    assert all(row.get("mismatch/logprob_max", 0.0) <= MISMATCH_LIMIT for row in rows)
+    assert output.count("is started anew") == 1
+    assert "engine 0 is started anew: engine 0 made no progress for 4 s" in output
 
 
 def test_a_rank_that_is_stopped_is_named(

@@ -238,6 +238,7 @@ OVERRIDES: list[tuple[str, list[str]]] = [
     ("layout.pipeline=4", ["layout.pipeline: 4 does not divide the model's 2 layers; use one of 1, 2"]),
     ("mode={max_lag: 1, interrupt: true, ask: 5}", ["mode.ask: 5 groups at once; use at least batch.prompts (2)"]),
     ("mode={max_lag: 1, interrupt: true, ask: 1}", ["mode.ask: 1 groups at once", "at most (max_lag + 1) x batch.pr"]),
+    ("mode={max_lag: 65, interrupt: true}", ["mode.max_lag: must be less than or equal to 64, got 65"]),
     ("mode.interrupt=true", ["mode.interrupt: with max_lag 0 all responses are finished when the weights change"]),
     ("mode.ask=5", ["mode.ask: 5 groups at once; with max_lag 0 these are batch.prompts (2)", "or raise mode.max_lag"]),
     (

@@ -16,8 +16,9 @@ import pytest
 from megarl.config import RlRecipe, load_recipe
 from megarl.data import Problem, write_rows
 from megarl.rollout_engine import Coordinator, EngineAddress, EngineTimeout
-from megarl.rollout_engine.channel import Taken
+from megarl.rollout_engine.channel import Taken, Waiting
 from megarl.rollout_engine.client import Chunk, Load
+from megarl.rollout_engine.dispatch import PoisonedError
 from megarl.transfer_queue import TransferQueue
 from megarl.types import Completion, Group, Offer, Prompt, Trajectory, VersionSpan
 from tests.small_job import write_small_job
@@ -34,6 +35,7 @@ class Engine:
 
     def __init__(self, hangs: bool) -> None:
         self.late: set[int] = set()  # prompts that are answered when the next version is there
+        self.poison: set[int] = set()  # prompts that engines die of
         self.prompts: dict[tuple[int, ...], int] = {}
         self.next_version = asyncio.Event()
         self.paused = 0
@@ -44,6 +46,8 @@ class Engine:
     async def generate(self, input_ids: list[int], *, temperature: float, **_: Any) -> Chunk:
         self.temperatures.append(temperature)
         self.prompts.setdefault(tuple(input_ids), len(self.prompts))
+        if self.prompts[tuple(input_ids)] in self.poison:
+            raise PoisonedError("engines died of it", input_ids)
         if self.prompts[tuple(input_ids)] in self.late:
             await self.next_version.wait()
         return Chunk(Completion([1, 2], [-1.0, -1.0], "stop", [VersionSpan(self.version, 0, 2)]), 0, 0)
@@ -97,6 +101,7 @@ def take(
     hopeless: bool = False,
     hangs: bool = False,
     late: Collection[int] = (),
+    poison: Collection[int] = (),
 ) -> tuple[list[Step], Engine]:
     before = Path.cwd()
     os.chdir(job)
@@ -104,9 +109,11 @@ def take(
         recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}", f"batch.group_size={SAMPLES}", *overrides])
         assert isinstance(recipe, RlRecipe)
         engine, scorer = Engine(False), Engine(hangs)
-        queue = queue_of(recipe, begin + steps, journal or Path(tempfile.mkdtemp(dir=job)))
+        journal = journal or Path(tempfile.mkdtemp(dir=job))
+        queue = queue_of(recipe, begin + steps, journal)
         engine.scored = scorer.scored
         engine.late.update(late)
+        engine.poison.update(poison)
         rewards: Any = Rewards(hopeless)
         client: Any = engine
         connect: Any = None
@@ -119,8 +126,9 @@ def take(
             return Offer(step, [], "", "", {})
 
         async def run() -> list[Taken]:
+            failed = journal / "failed.jsonl"
             coordinator = Coordinator(
-                recipe, connect, rewards, scorers, queue, offer, max_positions=64, failed_requests=job / "failed.jsonl"
+                recipe, connect, rewards, scorers, queue, offer, max_positions=64, failed_requests=failed
             )
             await coordinator.dispatcher.serve({0: client})
             taken = []
@@ -259,3 +267,63 @@ def test_an_engine_that_hangs_is_named(job: Path) -> None:
     hung = r"no answer for 0 s \(0\.8 of runtime\.deadline_s\) from .*reward engine taste \(2 requests\)"
     with pytest.raises(EngineTimeout, match=hung):
         take(job, "reward.sources.taste={type: engine, model: {path: m}}", "runtime.deadline_s=0.3", hangs=True)
+
+
+def begun(job: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Coordinator, Any]:
+    """One that has begun a step, and an engine that answers nothing of it."""
+    monkeypatch.chdir(job)
+    recipe = load_recipe(job / "rl.yaml", [f"batch.prompts={PROMPTS}"])
+    assert isinstance(recipe, RlRecipe)
+    journal, engine = Path(tempfile.mkdtemp(dir=job)), Engine(False)
+    engine.late.update(range(PROMPTS))
+    rewards: Any = Rewards(False)
+    unused: Any = None
+    queue = queue_of(recipe, 1, journal)
+    coordinator = Coordinator(
+        recipe, unused, rewards, {}, queue, unused, max_positions=64, failed_requests=journal / "failed.jsonl"
+    )
+    queue.publish(0)
+    coordinator.generate()
+    return coordinator, engine
+
+
+def test_an_engine_that_comes_back_has_all_of_the_deadline(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long none was there."""
+
+    async def run() -> None:
+        coordinator, engine = begun(job, monkeypatch)
+        assert isinstance(await coordinator.within(0.01, lambda: coordinator.take(0)), Waiting)
+        now = time.monotonic()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 1e6)
+        assert isinstance(await coordinator.within(0.0, lambda: coordinator.take(0)), Waiting)
+        await coordinator.dispatcher.serve({0: engine})
+        assert isinstance(await coordinator.within(0.0, lambda: coordinator.take(0)), Waiting)
+        await coordinator.dispatcher.close()
+
+    asyncio.run(run())
+
+
+def test_prompts_that_engines_die_of_are_replaced_each_by_another(job: Path) -> None:
+    """Also in a resumed run."""
+    journal = Path(tempfile.mkdtemp(dir=job))
+    (first,), _ = take(job, journal=journal, poison=[1])
+    (second,), _ = take(job, journal=journal, poison=[0, 1], begin=1)
+    assert [rows(first), sorted(rows(second))] == [[0, 19], [17, 18]]
+    assert len((journal / "failed.jsonl").read_text().splitlines()) == 3
+
+
+def test_when_rank_0_hangs_up_nothing_goes_on(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is late comes to no queue that is closed."""
+
+    async def run() -> None:
+        coordinator, engine = begun(job, monkeypatch)
+        await coordinator.dispatcher.serve({0: engine})
+        await coordinator.within(0.05, lambda: coordinator.take(0))
+        assert len(engine.prompts) == PROMPTS
+        reader = asyncio.StreamReader()
+        unused: Any = None
+        reader.feed_eof()
+        await coordinator.serve(reader, unused)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())

@@ -550,6 +550,19 @@ def test_the_policy_says_what_is_waited_for(
     assert not waited & plain
 
 
+def test_what_comes_after_the_end_is_refused(tmp_path: Path) -> None:
+    """Its file may be another's by then."""
+
+    async def run() -> None:
+        journal = await opened(tmp_path)
+        await journal.add(Admitted(0, 0))
+        await journal.close()
+        with pytest.raises(JournalError, match="the journal is closed"):
+            await journal.add(Admitted(1, 0))
+
+    asyncio.run(run())
+
+
 def test_after_a_failed_fsync_nothing_is_called_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(fd: int) -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded")

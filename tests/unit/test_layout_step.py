@@ -279,7 +279,7 @@ def test_packed_attention_gathers_keys_and_makes_whole_squares_of_them() -> None
 
 
 def test_what_is_not_fused_passes_over_memory() -> None:
-    """Gradients of a micro-batch are written and read in 16 bits, those before them in 32; Adam has eight operations."""
+    """Gradients of a micro-batch are written and read, those before them read and written; Adam has eight operations."""
     count, fused = decoder().parameters, step_time(training(), H100)
     apart = Software(tensor_overlap=False, data_overlap=False, fused_gradients=False, fused_adam=False)
     found = step_time(training(software=apart), H100)

@@ -110,10 +110,10 @@ def test_a_delivery_fetches_each_array_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("step", "wanted", "message"),
     [
-        (5, {"input_ids": [0]}, r"step 5 is not held; steps \[0\] are"),
+        (5, {"input_ids": [0]}, r"step 6 is not held; steps \[1\] are"),
         (0, {"text": [0]}, r"no fields \['text'\]; expected some of \['engine_logprob', 'input_ids'\]"),
-        (0, {"input_ids": [0, 4]}, r"step 0 has no sequences \[4\]; expected 0 to 3"),
-        (0, {"input_ids": [-1]}, r"step 0 has no sequences \[-1\]"),
+        (0, {"input_ids": [0, 4]}, r"step 1 has no sequences \[4\]; expected 0 to 3"),
+        (0, {"input_ids": [-1]}, r"step 1 has no sequences \[-1\]"),
     ],
 )
 def test_what_is_not_there_is_refused_by_name(step: int, wanted: Any, message: str, tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_where_nobody_answers_the_address_and_the_step_are_named() -> None:
     port = listener.bind_to_random_port(f"tcp://{HOST}")
     offer = Offer(3, [], f"tcp://{HOST}:{port}", Keys.new().public, {})
     client = QueueClient(KEYS, deadline_s=0.4)
-    message = rf"at tcp://{HOST}:{port} has not answered for 0\.4 s, asked for 2 arrays of step 3: see logs/coordinator"
+    message = rf"at tcp://{HOST}:{port} has not answered for 0\.4 s, asked for 2 arrays of step 4: see logs/coordinator"
     with pytest.raises(QueueError, match=message):
         client.fetch(offer, {"input_ids": [0, 1]})
     listener.close()
@@ -228,7 +228,7 @@ def test_two_steps_are_held_and_a_client_follows_to_another_server(tmp_path: Pat
                 for step, offer in enumerate(offers[1:], start=1):
                     got = await asyncio.to_thread(client.fetch, offer, {"input_ids": [1]})
                     assert got["input_ids"][0].tolist() == [7, 8, step + 1]
-                with pytest.raises(QueueError, match=r"step 0 is not held; steps \[1, 2\] are"):
+                with pytest.raises(QueueError, match=r"step 1 is not held; steps \[2, 3\] are"):
                     await asyncio.to_thread(client.fetch, offers[0], {"input_ids": [1]})
         client.close()
 
