@@ -279,11 +279,14 @@ def test_packed_attention_gathers_keys_and_makes_whole_squares_of_them() -> None
 
 
 def test_what_is_not_fused_passes_over_memory() -> None:
-    """Gradients of a micro-batch are written and read, those before them read and written; Adam has eight operations."""
+    """Gradients of a micro-batch are written and read, those before them read and written; Adam is eight operations."""
     count, fused = decoder().parameters, step_time(training(), H100)
     apart = Software(tensor_overlap=False, data_overlap=False, fused_gradients=False, fused_adam=False)
     found = step_time(training(software=apart), H100)
-    assert found.work.memory - fused.work.memory == pytest.approx(64 * H100.memory_s((4.0 + 8.0) * count))
+    assert found.work.memory - fused.work.memory == pytest.approx(
+        64 * H100.memory_s((4.0 + 8.0) * count),
+        rel=1e-4,  # what lies outside of the layers is left out
+    )
     assert found.optimizer / fused.optimizer == pytest.approx((34 + 64) / 34)
 
 
