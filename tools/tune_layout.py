@@ -67,19 +67,25 @@ from megarl.config import (
 from megarl.layout import (
     GENERATIONS,
     KNOWN,
+    MEGARL,
+    MEGARL_CPU,
     WORK_STAGES,
     Choice,
     Lengths,
     Machine,
+    Precision,
     Request,
     Search,
+    Software,
     Work,
     planned,
+    read_table,
     search,
     staged,
     work_of,
 )
-from megarl.simulator import GPUS, GroupLengths, Workload, read_lengths
+from megarl.simulator import GPUS, EngineModel, GroupLengths, Workload, read_lengths
+from megarl.simulator import measured as measured_engine
 
 PLAIN: dict[str, Any] = {
     "model": {"path": ".", "dtype": "bfloat16"},
@@ -135,7 +141,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workload", type=Path, help="a recipe")
     parser.add_argument("--model", help="Hugging Face directory, or the name of a known model")
     parser.add_argument("--stage", choices=WORK_STAGES, help="what a step does; by default what the recipe does")
-    parser.add_argument("--gpu", default="H100", help=f"one of {', '.join(sorted(GENERATIONS))}")
+    parser.add_argument("--gpu", default="H100", help=f"{', '.join(sorted(GENERATIONS))}, or a measured FILE.json")
     parser.add_argument("--nodes", type=positive, default=1)
     parser.add_argument("--gpus-per-node", type=positive, help="8, or 4 of a Grace system")
     parser.add_argument("--lengths", type=Path, help="file of lengths")
@@ -178,26 +184,25 @@ def plain(stage: str) -> dict[str, Any]:
 def make_request(given: argparse.Namespace, recipe: AnyRecipe) -> Request:
     """Raises RecipeError or ValueError."""
     shape = read_shape(given, recipe)
-    name = {known.lower(): known for known in GENERATIONS}.get(given.gpu.lower())
-    if name is None:
-        raise ValueError(f"--gpu {given.gpu}: expected one of {', '.join(sorted(GENERATIONS))}")
-    node = given.gpus_per_node or (4 if name.startswith("G") else 8)
+    precision: Precision = "fp32" if recipe.model.dtype == "float32" else "bf16"
+    node, machine, software, engine = read_machine(given, precision)
     groups, prompt = read_data(given, recipe, shape)
     work = work_of(recipe, Lengths(prompt, given.response), shape, groups)
     check_lengths(recipe, work, shape)
     own = work
     if given.stage is not None and given.workload is not None:
         work = staged(work, given.stage)
-    gpu = GPUS[name] if name.startswith("G") else replace(GPUS[name], linked=node)
     asked = Request(
         shape,
-        Machine(gpu, GENERATIONS[name]),
+        machine,
         given.nodes,
         node,
         work,
-        precision="fp32" if recipe.model.dtype == "float32" else "bf16",
+        precision=precision,
         fixed=given_sizes(given.fix, recipe, work, given.nodes * node),
+        software=software,
         offload=given.offload,
+        engine=engine,
     )
     if work != own:  # another kind of step than the recipe's, whose checks say nothing of it
         if given.write is not None:
@@ -208,6 +213,23 @@ def make_request(given: argparse.Namespace, recipe: AnyRecipe) -> Request:
         check_recipe(rewritten(recipe, choice), shape, world=asked.gpus, ranks_per_node=node)
 
     return replace(asked, check=check)
+
+
+def read_machine(given: argparse.Namespace, precision: Precision) -> tuple[int, Machine, Software, EngineModel | None]:
+    """GPUs of a node, what they do, what runs on them, and an engine if one was measured. Raises ValueError."""
+    file = Path(given.gpu)
+    if file.suffix == ".json":
+        measured = read_table(file)
+        node = given.gpus_per_node or measured.ranks_per_node
+        machine = measured.machine(given.nodes * node, precision)
+        engine = measured_engine(file) if measured.engine is not None else None
+        return node, machine, MEGARL if measured.device == "cuda" else MEGARL_CPU, engine
+    name = {known.lower(): known for known in GENERATIONS}.get(given.gpu.lower())
+    if name is None:
+        raise ValueError(f"--gpu {given.gpu}: expected a FILE.json or one of {', '.join(sorted(GENERATIONS))}")
+    node = given.gpus_per_node or (4 if name.startswith("G") else 8)
+    gpu = GPUS[name] if name.startswith("G") else replace(GPUS[name], linked=node)
+    return node, Machine(gpu, GENERATIONS[name]), MEGARL, None
 
 
 def check_lengths(recipe: AnyRecipe, work: Work, shape: ModelShape) -> None:

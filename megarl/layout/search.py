@@ -69,6 +69,8 @@ class Request:
     fixed: Fixed = field(default_factory=dict)
     software: Software = MEGARL
     offload: bool = False
+    engine: EngineModel | None = None
+    """One of a single GPU that was measured; others are not planned then."""
     check: Callable[[Choice], None] = _anything
 
     @property
@@ -276,6 +278,8 @@ class _Joint:
         """Tensor-parallel sizes of engines that divide the GPUs and the model, on part of a node or on whole ones."""
         request = self.request
         sizes = [size for size in divisors(gpus) if request.node % size == 0 or size % request.node == 0]
+        if request.engine is not None:
+            sizes = [1]
         if given := request.fixed.get("tensor_parallel"):
             sizes = [size for size in sizes if size == given]
         return [size for size in sizes if not engine_problems(request.shape, size, self._groups(size))]
@@ -295,7 +299,7 @@ class _Joint:
         return served_model(self.request.shape, rollouts.weight_bytes, rollouts.value_bytes)
 
     def _engine(self, serving: Serving) -> EngineModel:
-        return engine_model(self._served, self.request.machine.gpu, serving)
+        return self.request.engine or engine_model(self._served, self.request.machine.gpu, serving)
 
     def _rollout_s(self, serving: Serving) -> float:
         if serving not in self.simulated:

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megarl.config import Layout
@@ -32,6 +33,7 @@ from megarl.layout import (
     write_table,
 )
 from megarl.simulator import measured
+from tools import tune_layout
 
 ROWS, WIDTHS = [64, 1024], [128, 512, 2048]
 LATENCY_S, BYTES_PER_S = 1e-4, 1e9
@@ -226,3 +228,21 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "machine.json").write_text("{")
     with pytest.raises(ValueError, match=r"machine\.json: no table of a machine: Input data was truncated"):
         read_table(tmp_path / "machine.json")
+
+
+def test_the_tuner_takes_a_measured_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its engine, too; each rank of a step on more ranks than cores is slower."""
+    engine = {"kv_tokens": 50_000, "max_running": 64, "decode": [[1, 100, 0.01], [64, 100, 0.05]]}
+    write_table(tmp_path / "machine.json", msgspec.structs.replace(table(), engine=engine))
+    seconds = []
+    for nodes in ("2", "4"):
+        arguments = ["--gpu", str(tmp_path / "machine.json"), "--gpus-per-node", nodes, "--model", "qwen3-0.6b"]
+        work = ["--stage", "grpo", "batch.prompts=4", "batch.group_size=8", "rollout.max_new_tokens=64"]
+        monkeypatch.setattr("sys.argv", ["tune_layout", *arguments, *work, "--json"])
+        tune_layout.main()
+        found = json.loads(capsys.readouterr().out)
+        assert {row["engines"]["tensor"] for row in found} == {1}
+        seconds.append(next(row["phases_s"]["update"] for row in found if row["layout"]["tensor"] == 1))
+    assert seconds[1] > seconds[0], "two cores, and what four ranks send and start comes on top"

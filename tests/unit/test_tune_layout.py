@@ -152,7 +152,7 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
     [
         ([], "expected a recipe (--workload), or a --stage with a --model"),
         (["--stage", "sft", "--model", "gpt-9"], "--model gpt-9: no such directory, nor a known model (llama3.2-1b"),
-        ([*GRPO, "--gpu", "K80"], "--gpu K80: expected one of A100"),
+        ([*GRPO, "--gpu", "K80"], "--gpu K80: expected a FILE.json or one of A100"),
         ([*GRPO, "--fix", "tensors=2"], "--fix tensors=2: expected NAME=VALUE with a name of tensor, pipeline"),
         ([*GRPO, "--fix", "tensor=two"], "override 'layout.tensor=two': layout.tensor"),
         ([*GRPO, "--fix", "train_ranks=0"], "--fix train_ranks: expected a positive whole number, got '0'"),
