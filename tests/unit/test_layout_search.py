@@ -38,7 +38,7 @@ H100 = Machine(GPUS["H100"], GENERATIONS["H100"])
 EQUAL = Work((8192,) * 64, linear=40_000)
 
 
-def rollouts(shape: ModelShape = QWEN3_8B, prompts: int = 64, cap: int = 4096, **mode: Any) -> Work:
+def rollouts(shape: ModelShape = QWEN3_8B, prompts: int = 16, cap: int = 1024, **mode: Any) -> Work:
     groups = Lengths().responses(cap, prompts, 8)
     lengths = tuple(group.prompt + length for group in groups.groups for length in group.lengths)
     linear = shape.active_parameters / (shape.layers * shape.heads * shape.head_dim)
