@@ -43,7 +43,8 @@ from typing import TypeVar
 import numpy as np
 
 from megarl.checkpoint_engine import Engines, Plan, Training, check, make_plan, traffic
-from megarl.config import Experts, LatentAttention, Layout, ModelShape, Rope, TrainPlace, train_place
+from megarl.config import Experts, Layout, ModelShape, TrainPlace, train_place
+from megarl.layout import KNOWN
 from megarl.weights import Box, EngineLayout, Parameter, model_parameters
 
 NODE = 8
@@ -51,17 +52,8 @@ BUCKET_BYTES = 512 << 20
 ITEM_BYTES = 2
 GB = 1e9
 
-QWEN3_8B = ModelShape("qwen3", 36, 4096, 32, 8, 128, 12288, 151936, 40960, 1e-6, Rope(), False, qk_norm=True)
-LLAMA3_70B = ModelShape("llama", 80, 8192, 64, 8, 128, 28672, 128256, 8192, 1e-5, Rope(), False)
-QWEN3_235B = replace(
-    ModelShape("qwen3_moe", 94, 4096, 64, 4, 128, 12288, 151936, 40960, 1e-6, Rope(), False, qk_norm=True),
-    experts=Experts(128, 8, 1536, tuple(range(94))),
-)
-DEEPSEEK_V3 = replace(
-    ModelShape("deepseek_v3", 61, 7168, 128, 128, 192, 18432, 129280, 163840, 1e-6, Rope(), False),
-    latent=LatentAttention(1536, 512, 128, 64, 128),
-    experts=Experts(256, 8, 2048, tuple(range(3, 61)), shared_ffn=2048, score="sigmoid", correction_bias=True),
-)
+QWEN3_8B, LLAMA3_70B, QWEN3_235B = KNOWN["qwen3-8b"], KNOWN["llama3.1-70b"], KNOWN["qwen3-235b-a22b"]
+DEEPSEEK_V3 = KNOWN["deepseek-v3"]
 DEEPSEEK_64 = replace(
     DEEPSEEK_V3,
     layers=64,
