@@ -8,21 +8,9 @@ from __future__ import annotations
 from megarl.config.algorithm import AdaptiveKl, GaeAdvantage, ImportanceCorrection, PassAtKAdvantage, RemaxAdvantage
 from megarl.config.errors import RecipeError
 from megarl.config.model import ModelShape
-from megarl.config.recipe import (
-    AnyRecipe,
-    Critic,
-    InformativeGroups,
-    Layout,
-    RlRecipe,
-    SftBatch,
-)
+from megarl.config.recipe import AnyRecipe, Critic, InformativeGroups, Layout, RlRecipe, SftBatch
 from megarl.config.reward import Serving
-from megarl.config.rollout import (
-    Colocated,
-    DirectPublish,
-    FullPublish,
-    Rollout,
-)
+from megarl.config.rollout import Colocated, DirectPublish, FullPublish, Rollout
 
 _MOST_NAMED = 64
 
