@@ -30,6 +30,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -47,7 +48,7 @@ from torch import Tensor  # noqa: E402
 
 from megarl.config import Model, Rollout  # noqa: E402
 from megarl.layout import Exchange, Kind, Load, Products, Table, write_table  # noqa: E402
-from megarl.rollout_engine import Engine  # noqa: E402
+from megarl.rollout_engine import Engine, EngineError  # noqa: E402
 from megarl.runtime import (  # noqa: E402
     ControlPlane,
     Guard,
@@ -72,6 +73,8 @@ SPREAD_BYTES = 1 << 27
 """More than caches hold."""
 SENT = {"cpu": (1 << 12, 1 << 18, 1 << 22, 1 << 25), "cuda": (1 << 14, 1 << 22, 1 << 27)}
 """Bytes."""
+PRODUCT = {"cpu": (256, 512), "cuda": (4096, 8192)}
+"""Rows and columns of what is multiplied with itself between collectives: about a millisecond, as between a layer's."""
 
 
 def main() -> None:
@@ -79,11 +82,25 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the table that is written")
     parser.add_argument("--engine", type=Path, metavar="MODEL", help="a Hugging Face directory, for decode steps")
     arguments = parser.parse_args()
-    run(arguments.file, arguments.engine)
+    try:
+        guard = Guard(rank_info().rank)
+    except ValueError as error:  # an environment that no launcher makes
+        parser.error(str(error))
+    try:
+        run(arguments.file, arguments.engine, guard)
+    except (ValueError, OSError, EngineError) as error:
+        guard.die(str(error))
+    except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
+        guard.die(traceback.format_exc())
+    os._exit(0)  # exit handlers can hang on a rank that left first
 
 
-def run(file: Path, engine: Path | None = None) -> None:
-    """One rank of a job that does nothing else."""
+def run(file: Path, engine: Path | None, guard: Guard) -> None:
+    """One rank of a job that does nothing else. Raises ValueError: the table could not be written, or no model."""
+    if not file.parent.is_dir() or file.is_dir():
+        raise ValueError(f"{file}: the table is a file in a directory that exists")
+    if engine is not None and not (engine / "config.json").is_file():
+        raise ValueError(f"{engine}: no Hugging Face model: it has no config.json")
     warnings.filterwarnings("ignore", "`torch.distributed")  # newer torch has other names for some collectives
     info = rank_info()
     control, device = connect(info, DEADLINE_S), choose_device(info)
@@ -93,7 +110,7 @@ def run(file: Path, engine: Path | None = None) -> None:
     table = calibrate(info, control, device)
     if info.rank == 0:
         if engine is not None:
-            table = msgspec.structs.replace(table, engine=measure_engine(engine, device))
+            table = msgspec.structs.replace(table, engine=measure_engine(engine, device, guard))
         write_table(file, table)
         say(f"{file}: {table.name}, {info.world} ranks")
     dist.destroy_process_group()
@@ -108,7 +125,7 @@ def calibrate(info: RankInfo, control: ControlPlane, device: torch.device, *, in
     if set(control.allgather(info.ranks_per_node, int, what="ranks of nodes")) != {info.ranks_per_node}:
         raise ValueError("nodes have unequal numbers of ranks; start as many on each")
     allowed = control.allgather(sorted(os.sched_getaffinity(0)), list[int], what="cores")
-    node = info.rank - info.local_rank
+    node = info.rank // info.ranks_per_node * info.ranks_per_node  # a launcher may number local ranks in another order
     loads, exchanges = [], []
     for count in rising(info.ranks_per_node):
         ranks = [rank for rank in range(info.world) if rank % info.ranks_per_node < count]
@@ -152,33 +169,42 @@ class Bench:
             self._meet()
             calls, start = 0, self._clock()
             while not calls or self._clock() - start < self._interval_s:
-                self._run(work)
+                for _ in range(self._batch):
+                    work()
+                self._wait()
                 calls += self._batch
             found.append((self._clock() - start) / calls)
         return self._mean(self._sharing * statistics.median(found))
 
-    def seconds_together(self, work: Callable[[], Any]) -> float:
-        """Of one call of a collective, which all ranks make equally often."""
-        work()
-        found: list[float] = []
+    def seconds_together(self, collective: Callable[[], Any], product: Callable[[], Any]) -> float:
+        """What one call of a collective adds to a product before it, while all ranks make as many calls.
+
+        They come to a collective when their products are done, and where they share cores some come much later: a step
+        waits for these, too. No less than when all do nothing else.
+        """
+
+        def both() -> None:
+            product()
+            collective()
+
+        both()
+        most = torch.tensor(self._calls(both, 1), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        calls = min(max(int(2 * self._interval_s / most.item()), 1), MOST_CALLS)
+        alone, after = [], []
+        for _ in range(REPEATS):  # in turns, as the speed of a machine drifts
+            alone.append(self._calls(collective, calls))
+            after.append(self._calls(both, calls) - self._calls(product, calls))
+        return self._mean(max(statistics.median(alone), statistics.median(after)))
+
+    def _calls(self, work: Callable[[], Any], calls: int) -> float:
+        """Seconds of each of so many calls."""
         self._meet()
-        self._time(work, found)
-        first = torch.tensor(found[0], device=self.device)
-        dist.all_reduce(first, dist.ReduceOp.MAX, group=self._group)
-        times = REPEATS * self._interval_s / first.item() / self._batch
-        for _ in range(min(max(int(times), REPEATS), MOST_CALLS)):
-            self._time(work, found)
-        return self._mean(statistics.median(found[1:]))
-
-    def _time(self, work: Callable[[], Any], found: list[float]) -> None:
         start = time.perf_counter()
-        self._run(work)
-        found.append((time.perf_counter() - start) / self._batch)
-
-    def _run(self, work: Callable[[], Any]) -> None:
-        for _ in range(self._batch):
+        for _ in range(calls):
             work()
         self._wait()
+        return (time.perf_counter() - start) / calls
 
     def _meet(self) -> None:
         self._wait()
@@ -249,6 +275,7 @@ def measure_exchanges(bench: Bench, count: int, info: RankInfo) -> list[Exchange
         if not own:
             continue
         group, ranks = made[own[0]], groups[own[0]]
+        product = torch.randn(PRODUCT[bench.device.type], device=bench.device)
         for kind, start in COLLECTIVES.items():
             if kind == "send" and size > 2:
                 continue
@@ -256,7 +283,8 @@ def measure_exchanges(bench: Bench, count: int, info: RankInfo) -> list[Exchange
             for sent in SENT[bench.device.type]:
                 part = torch.zeros(sent // 4 // size, device=bench.device)
                 whole = torch.zeros(len(part) * size, device=bench.device)
-                seconds = bench.seconds_together(lambda a=start, b=whole, c=part: a(b, c, group, ranks))  # noqa: B023
+                collective = lambda a=start, b=whole, c=part: a(b, c, group, ranks)  # noqa: B023, E731
+                seconds = bench.seconds_together(collective, lambda: product.T @ product)  # noqa: B023
                 points.append((4.0 * len(whole), seconds / 2 if kind == "send" else seconds))
             found.append(Exchange(kind, size, spanned, count, points))
     return found
@@ -306,9 +334,9 @@ COLLECTIVES: dict[Kind, Callable[[Tensor, Tensor, Any, list[int]], None]] = {
 }
 
 
-def measure_engine(model: Path, device: torch.device) -> dict[str, Any]:
+def measure_engine(model: Path, device: torch.device, guard: Guard) -> dict[str, Any]:
     """Decode steps of one engine of one rank."""
-    guard, key = Guard(0), secrets.token_hex(16)
+    key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory() as logs:
         try:
             engine = Engine(

@@ -19,7 +19,9 @@ DEADLINE_S = 240.0
 
 
 def main(file: str, ranks_per_node: str) -> None:
-    info = replace(rank_info(), ranks_per_node=int(ranks_per_node))
+    info, each = rank_info(), int(ranks_per_node)
+    # some launchers number a node's ranks in another order
+    info = replace(info, ranks_per_node=each, local_rank=each - 1 - info.rank % each)
     control, device = connect(info, DEADLINE_S), torch.device("cpu")
     init_process_groups(control, device, one_node=True, deadline_s=DEADLINE_S)
     table = calibrate(info, control, device, interval_s=1e-6)
