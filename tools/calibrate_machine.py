@@ -39,6 +39,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import aiohttp  # noqa: E402
 import msgspec  # noqa: E402
 import psutil  # noqa: E402
 import torch  # noqa: E402
@@ -46,7 +47,7 @@ import torch.distributed as dist  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from megarl.config import Model, Rollout  # noqa: E402
+from megarl.config import Model, RecipeError, Rollout, read_model_shape  # noqa: E402
 from megarl.layout import Exchange, Kind, Load, Products, Table, write_table  # noqa: E402
 from megarl.rollout_engine import Engine, EngineError  # noqa: E402
 from megarl.runtime import (  # noqa: E402
@@ -88,7 +89,7 @@ def main() -> None:
         parser.error(str(error))
     try:
         run(arguments.file, arguments.engine, guard)
-    except (ValueError, OSError, EngineError) as error:
+    except (RecipeError, ValueError, OSError, EngineError) as error:
         guard.die(str(error))
     except BaseException:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one
         guard.die(traceback.format_exc())
@@ -96,11 +97,14 @@ def main() -> None:
 
 
 def run(file: Path, engine: Path | None, guard: Guard) -> None:
-    """One rank of a job that does nothing else. Raises ValueError: the table could not be written, or no model."""
-    if not file.parent.is_dir() or file.is_dir():
-        raise ValueError(f"{file}: the table is a file in a directory that exists")
-    if engine is not None and not (engine / "config.json").is_file():
-        raise ValueError(f"{engine}: no Hugging Face model: it has no config.json")
+    """One rank of a job that does nothing else.
+
+    Raises ValueError or RecipeError: the table could not be written, or no model; EngineError: it ended.
+    """
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ValueError(f"{file}: the table is a file in a directory that exists and can be written to")
+    if engine is not None:
+        check_model(engine)
     warnings.filterwarnings("ignore", "`torch.distributed")  # newer torch has other names for some collectives
     info = rank_info()
     control, device = connect(info, DEADLINE_S), choose_device(info)
@@ -115,6 +119,15 @@ def run(file: Path, engine: Path | None, guard: Guard) -> None:
         say(f"{file}: {table.name}, {info.world} ranks")
     dist.destroy_process_group()
     control.close()
+
+
+def check_model(path: Path) -> None:
+    """Before a minute goes into measuring. Raises ValueError or RecipeError."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"--engine {path}: no Hugging Face model: it has no config.json")
+    read_model_shape(path, fp8=True)
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"--engine {path}: it has no weights (*.safetensors)")
 
 
 def calibrate(info: RankInfo, control: ControlPlane, device: torch.device, *, interval_s: float = INTERVAL_S) -> Table:
@@ -354,6 +367,8 @@ def measure_engine(model: Path, device: torch.device, guard: Guard) -> dict[str,
             say(f"the engine is healthy after {engine.wait_healthy():.0f} s")
             pid = engine.child.process.pid
             return asyncio.run(measure_engines([engine.address], key, name=model.name, processes=[pid]))
+        except aiohttp.ClientError as error:
+            raise EngineError(f"the engine no longer answered while it was measured: {error!r}") from error
         finally:
             guard.stop_children()
 

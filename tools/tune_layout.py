@@ -23,7 +23,8 @@ Columns:
   step       seconds of a step, and those of its phases: rollout, score (forward passes of all models), update,
              publish. Where rollouts run ahead (mode.max_lag, ranks of their own) a step takes the longer of rollout
              and training
-  MFU        % of the training GPUs' 16-bit peak that the model's own operations are, while it is updated
+  MFU        % of the training GPUs' 16-bit peak that the model's own operations are, while it is updated; with a
+             measured table, of the fastest product in it
   train      GPUs, TP, PP, interleave (VP), CP, EP, ETP, DP, most tokens of a micro-batch on a rank, recomputation
   memory     GB on a rank of the pipeline stage that needs most, that stage, and what takes most of it
   engines    how many, of how many GPUs, and the share of each GPU's memory for weights and cache
@@ -38,10 +39,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,7 @@ from megarl.config import (
     Layout,
     ModelShape,
     RecipeError,
+    RewardModelRecipe,
     RlRecipe,
     SftRecipe,
     check_recipe,
@@ -75,13 +78,16 @@ from megarl.layout import (
     Machine,
     Precision,
     Request,
-    Search,
     Software,
     Work,
+    as_json,
+    in_words,
     planned,
     read_table,
     search,
     staged,
+    summary,
+    table,
     work_of,
 )
 from megarl.simulator import GPUS, EngineModel, GroupLengths, Workload, read_lengths
@@ -128,12 +134,18 @@ def main() -> None:
         sys.exit(f"tune_layout: {error}")
     shown = sorted((planned(request, one) for one in found.ranked[: given.top]), key=lambda one: one.seconds)
     if given.json:
-        print(json.dumps([as_json(request, choice) for choice in shown], indent=1))
+        show(json.dumps([as_json(request, choice) for choice in shown], indent=1))
     else:
-        print(summary(request, found, time.perf_counter() - started))
-        print(table(request, shown))
+        show(f"{summary(request, found, time.perf_counter() - started)}\n{table(request, shown)}")
     if given.write is not None:
         write(given, recipe, request, shown[0])
+
+
+def show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # nobody reads on, as behind | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def arguments() -> argparse.Namespace:
@@ -218,7 +230,7 @@ def make_request(given: argparse.Namespace, recipe: AnyRecipe) -> Request:
 def read_machine(given: argparse.Namespace, precision: Precision) -> tuple[int, Machine, Software, EngineModel | None]:
     """GPUs of a node, what they do, what runs on them, and an engine if one was measured. Raises ValueError."""
     file = Path(given.gpu)
-    if file.suffix == ".json":
+    if file.suffix == ".json" or file.is_file():
         measured = read_table(file)
         node = given.gpus_per_node or measured.ranks_per_node
         machine = measured.machine(given.nodes * node, precision)
@@ -286,22 +298,38 @@ def read_data(given: argparse.Namespace, recipe: AnyRecipe, shape: ModelShape) -
         except UnicodeDecodeError as error:
             raise ValueError(f"{given.lengths}: not UTF-8 text ({error})") from None
     if given.model is None and recipe.data.train.is_file():
-        from megarl.data import DataError, PromptSet, encode_conversations, load_tokenizer, read_conversations
+        from megarl.data import DataError
 
         try:
-            tokenizer = load_tokenizer(recipe.model.path)
-            if isinstance(recipe, SftRecipe):
-                rows = read_conversations(recipe.data.train)[:ROWS_READ]
-                encoded = encode_conversations(tokenizer, rows, shape.max_positions, recipe.data.roles)
-                lengths = [GroupLengths(0, (len(one.input_ids),)) for one in encoded]
-                return Workload(tuple(lengths), shape.max_positions), 0
-            if isinstance(recipe, RlRecipe) and prompt is None:
-                room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
-                prompts = PromptSet(recipe.data.train, tokenizer, count=ROWS_READ, **room)
-                prompt = round(sum(len(prompts[i].input_ids) for i in range(len(prompts))) / len(prompts))
+            if not isinstance(recipe, RlRecipe):
+                return learned_lengths(recipe, shape), 0
+            prompt = prompt or prompt_tokens(recipe, shape)
         except DataError as error:
             raise ValueError(error) from None
     return None, prompt or Lengths.prompt
+
+
+def learned_lengths(recipe: SftRecipe | RewardModelRecipe, shape: ModelShape) -> Workload:
+    """Of the recipe's demonstrations, or of both answers of its pairs. Raises DataError."""
+    from megarl.data import encode_conversations, load_tokenizer, read_conversations, read_preferences, whole_pairs
+
+    tokenizer, most = load_tokenizer(recipe.model.path), shape.max_positions
+    if isinstance(recipe, SftRecipe):
+        rows = read_conversations(recipe.data.train)[:ROWS_READ]
+        encoded = encode_conversations(tokenizer, rows, most, recipe.data.roles)
+    else:
+        rows = whole_pairs(read_preferences(recipe.data.train)[:ROWS_READ])
+        encoded = encode_conversations(tokenizer, rows, most)
+    return Workload(tuple(GroupLengths(0, (len(one.input_ids),)) for one in encoded), most)
+
+
+def prompt_tokens(recipe: RlRecipe, shape: ModelShape) -> int:
+    """The mean of the recipe's prompts. Raises DataError."""
+    from megarl.data import PromptSet, load_tokenizer
+
+    room = {"max_positions": shape.max_positions, "max_new_tokens": recipe.rollout.max_new_tokens}
+    prompts = PromptSet(recipe.data.train, load_tokenizer(recipe.model.path), count=ROWS_READ, **room)
+    return round(sum(len(prompts[i].input_ids) for i in range(len(prompts))) / len(prompts))
 
 
 def read_fixed(given: list[str]) -> dict[str, Any]:
@@ -341,104 +369,6 @@ def fraction(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"expected a number between 0 and 1, got {text!r}")
     return value
-
-
-def summary(request: Request, found: Search, seconds: float) -> str:
-    work, counts = request.work, found.counts
-    lines = [
-        f"{in_words(request.shape.parameters)} parameters ({in_words(request.shape.active_parameters)} active), "
-        f"{request.gpus} GPUs; a step: {len(work.lengths):,} sequences, {work.tokens:,} tokens, longest "
-        f"{max(work.lengths):,}",
-        f"{counts.layouts:,} training layouts, {counts.indivisible:,} of which do not divide the model or the GPUs; "
-        f"{counts.asked:,} with micro-batches and recomputation, {counts.too_large:,} too large",
-    ]
-    if work.rollouts is not None:
-        lines.append(
-            f"{found.engines} layouts of engines timed; {found.plans:,} plans of both, {found.pruned:,} pruned by"
-            f" bounds; {found.splits} splits of the GPUs, {found.splits_pruned} pruned"
-        )
-    return "\n".join([*lines, f"{seconds:.1f} s"])
-
-
-def in_words(number: float) -> str:
-    """As models are named: 8.2B, 1.7M."""
-    return f"{number / 1e9:.1f}B" if number >= 1e8 else f"{number / 1e6:.1f}M"
-
-
-def table(request: Request, shown: list[Choice]) -> str:
-    rollouts = request.work.rollouts is not None
-    head = f"{'step':>8} " + (f"{'rollout':>8} {'score':>7} {'update':>7} {'publish':>7} " if rollouts else "")
-    head += (
-        f"{'MFU':>5} {'GPUs':>5} {'TP':>3} {'PP':>3} {'VP':>3} {'CP':>3} {'EP':>3} {'ETP':>3} {'DP':>4} {'tokens':>7} "
-    )
-    head += f"{'recompute':<9} {'memory':<34} " + (f"{'engines':<20} " if rollouts else "") + "slower by"
-    lines = [head]
-    for choice in shown:
-        training, phases, serving = choice.trained.training, choice.phases, choice.serving
-        layout = training.layout
-        line = f"{choice.seconds:7.2f}s "
-        if rollouts:
-            parts = (phases.rollout, phases.score, phases.update)
-            line += f"{parts[0]:8.2f} {parts[1]:7.2f} {parts[2]:7.2f} {phases.publish:7.2f} "
-        sizes = (layout.tensor, layout.pipeline, layout.interleave, layout.context, layout.expert)
-        line += f"{100 * mfu(request, choice):4.1f}% {choice.train_gpus:5d} "
-        line += " ".join(f"{size:3d}" for size in (*sizes, layout.expert_tensor))
-        line += f" {training.data:4d} {choice.trained.max_tokens:7d} {layout.recompute:<9}"
-        line += f" {held_in_words(choice):<34} "
-        if serving is not None:
-            line += f"{f'{serving.count} x {serving.tensor}, {serving.fraction:.2f}':<20} "
-        lines.append((line + slower(choice, shown[0])).rstrip())
-    return "\n".join(lines)
-
-
-def mfu(request: Request, choice: Choice) -> float:
-    """Of an update, with attention's causal half, as megarl's trainer logs it."""
-    work, shape = request.work, request.shape
-    pairs = sum(length * length for length in work.lengths)
-    flops = 6.0 * shape.active_parameters * work.tokens + 6.0 * shape.layers * shape.heads * shape.head_dim * pairs
-    models = 2 if work.critic else 1
-    return models * work.epochs * flops / (choice.train_gpus * request.machine.gpu.flops_16 * choice.phases.update)
-
-
-def held_in_words(choice: Choice) -> str:
-    parts = asdict(choice.trained.memory)
-    largest = max(parts, key=lambda name: parts[name])
-    total = choice.trained.memory.total
-    return f"{total / 1e9:.0f} GB, stage {choice.trained.stage}, {largest} {parts[largest] / 1e9:.0f}"
-
-
-def slower(choice: Choice, best: Choice) -> str:
-    """What takes longer than in the best plan, the two largest differences."""
-    base, own = seconds_of(best), seconds_of(choice)
-    more = {name: own[name] - base[name] for name in own}
-    largest = sorted((name for name in more if more[name] > 0.005), key=lambda name: -more[name])[:2]
-    return ", ".join(f"{name} {more[name]:.2f} s" for name in largest)
-
-
-def seconds_of(choice: Choice) -> dict[str, float]:
-    """Seconds by what they go to; those of the update's parts are of one of its updates."""
-    step, phases = choice.trained.step, choice.phases
-    parts = asdict(step.work) | {name: getattr(step, name) for name in ("bubble", "pipeline", "data", "optimizer")}
-    return {"rollout": phases.rollout, "score": phases.score} | parts | {"publish": phases.publish}
-
-
-def as_json(request: Request, choice: Choice) -> dict[str, Any]:
-    trained = choice.trained
-    return {
-        "step_s": choice.seconds,
-        "phases_s": {name: value for name, value in asdict(choice.phases).items() if name != "ahead"},
-        "ahead": choice.phases.ahead,
-        "mfu": mfu(request, choice),
-        "placement": choice.placement,
-        "train_gpus": choice.train_gpus,
-        "layout": trained.training.layout.model_dump(),
-        "data": trained.training.data,
-        "max_tokens_per_rank": trained.max_tokens,
-        "update_s": {**asdict(trained.step.work), "bubble": trained.step.bubble, "data": trained.step.data},
-        "memory_bytes": asdict(trained.memory),
-        "stage": trained.stage,
-        "engines": None if choice.serving is None else asdict(choice.serving),
-    }
 
 
 def rewritten(recipe: AnyRecipe, choice: Choice) -> AnyRecipe:

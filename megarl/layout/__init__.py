@@ -24,6 +24,7 @@ from megarl.layout.model import (
 )
 from megarl.layout.operations import Cost
 from megarl.layout.parameters import Held, Stage, held, part_sizes, stages
+from megarl.layout.report import as_json, in_words, summary, table
 from megarl.layout.search import Choice, Phases, Request, Search, planned, search
 from megarl.layout.serving import Serving, phase_s, served_model, steady_s
 from megarl.layout.step import Step, forward_time, step_time
@@ -74,12 +75,14 @@ __all__ = [
     "Trained",
     "Training",
     "Work",
+    "as_json",
     "decoder",
     "fits",
     "forward_time",
     "gated_mlp",
     "grouped_attention",
     "held",
+    "in_words",
     "latent_attention",
     "layer_bytes",
     "memory",
@@ -93,6 +96,8 @@ __all__ = [
     "stages",
     "steady_s",
     "step_time",
+    "summary",
+    "table",
     "trainings",
     "work_of",
     "write_table",

@@ -16,10 +16,6 @@ from megarl.layout.training import Training
 
 NOMINAL = 1.06
 """GPUs have so much more memory than they are sold with: an 80 GB A100 has 79.2 GiB."""
-CONTEXT_BYTES = 1.5e9
-"""CUDA's context and kernels, outside of the allocator."""
-GROUP_BYTES = 0.25e9
-"""Of NCCL's buffers, for each kind of group that a rank is in."""
 LOGIT_CHUNK_BYTES = 4 * 2.0**28
 """Of a part of the logits, where they are computed so: 256 MiB, their gradient and what a cross entropy needs."""
 FRAGMENTED = 0.06
@@ -38,7 +34,7 @@ class Memory:
     working: float
     """Of what comes and goes at the peak: one recomputed layer, logits, gathered tensors."""
     buffers: float
-    """CUDA's context, NCCL, fragmentation."""
+    """CUDA's context or a process of its own, NCCL, fragmentation."""
     others: float = 0.0
     """Models beside the trained one, such as a critic and a reference."""
 
@@ -98,7 +94,10 @@ def _stage(training: Training, number: int, stage: Stage) -> Memory:
         optimizer=learned * state_bytes * (whole if training.sharding == "none" else share),
         activations=activations,
         working=working,
-        buffers=CONTEXT_BYTES + software.buffer_bytes + GROUP_BYTES * groups + FRAGMENTED * (activations + working),
+        buffers=software.context_bytes
+        + software.buffer_bytes
+        + software.group_bytes * groups
+        + FRAGMENTED * (activations + working),
     )
 
 

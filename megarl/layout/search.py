@@ -17,7 +17,7 @@ from megarl.config import Layout, ModelShape, RecipeError, engine_problems, layo
 from megarl.layout.machine import Machine
 from megarl.layout.memory import NOMINAL
 from megarl.layout.publication import least_s, planned_s
-from megarl.layout.serving import AROUND_BYTES, Serving, engine_model, phase_s, served_model, steady_s
+from megarl.layout.serving import Serving, engine_model, phase_s, served_model, steady_s
 from megarl.layout.training import MEGARL, Precision, Software
 from megarl.layout.training_search import (
     PLANNED,
@@ -145,7 +145,7 @@ def search(request: Request) -> Search:
     found = _Joint(request)
     ranked = found.ranked()
     if not ranked:
-        raise ValueError(found.refused or _impossible(request, engines=bool(found.simulated)))
+        raise ValueError(found.refused or _impossible(request, engines=found.some_engines))
     tried = (found.plans, found.pruned, found.splits, found.splits_pruned)
     return Search(tuple(ranked), found.counts, len(found.simulated), *tried)
 
@@ -205,7 +205,9 @@ class _Joint:
         least = min((self._rollout_s(one) for one in engines), default=math.inf)
         tried = set[tuple[Layout, int]]()
         for share in (0.0,) if request.offload else LEAST_FRACTIONS:
-            found = trainings(request.ask(gpus, AROUND_BYTES + share * NOMINAL * gpu.memory), self.counts)
+            found = trainings(
+                request.ask(gpus, request.software.engine_bytes + share * NOMINAL * gpu.memory), self.counts
+            )
             new = [one for one in found if (one.training.layout, one.max_tokens) not in tried]
             tried.update((one.training.layout, one.max_tokens) for one in new)
             self.plans += len(new) * len(engines)
@@ -220,13 +222,19 @@ class _Joint:
                     elif (fraction := self._fraction(held)) is not None:
                         self._add("colocated", gpus, one, replace(serving, fraction=fraction))
 
+    @property
+    def some_engines(self) -> bool:
+        """Whether engines can be made, be it that memory has no room for them."""
+        return bool(self.simulated) or self._fraction(0.0) is None
+
     def _fraction(self, held: float) -> float | None:
-        """The share of a GPU that engines have beside so many bytes; None where it cannot be the one that is given."""
+        """The share of a GPU that engines have beside so many bytes; None where none is left, or not the given one."""
         whole = NOMINAL * self.request.machine.gpu.memory
-        taken = (held + AROUND_BYTES) / whole
+        taken = (held + self.request.software.engine_bytes) / whole
         if given := self.request.fixed.get("mem_fraction_static"):
             return float(given) if float(given) <= 1 - taken else None
-        return min(MOST_FRACTION, round(math.floor((PLANNED - taken) / FRACTION_STEP) * FRACTION_STEP, 2))
+        left = round(math.floor((PLANNED - taken) / FRACTION_STEP) * FRACTION_STEP, 2)
+        return min(MOST_FRACTION, left) if left > 0 else None
 
     def _disaggregated(self) -> None:
         request, fraction = self.request, self._fraction(0.0)

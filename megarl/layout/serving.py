@@ -13,8 +13,6 @@ from megarl.layout.workload import Rollouts
 from megarl.rollout_engine.scheduler import POLICIES, Divided
 from megarl.simulator import EngineModel, Gpu, Placement, ServedModel, Workload, make_scheduler, roofline, simulate
 
-AROUND_BYTES = 7e9
-"""Of an engine, beside weights and cache: CUDA's context, graphs of decode steps, activations of a prefill."""
 NOT_WAITING = 0.7
 """Of the groups that are asked ahead, those that no older one holds up: in simulated runs 0.6 to 0.8."""
 SIMULATED_REQUESTS = 512

@@ -76,6 +76,13 @@ class Software:
     """Every tensor-parallel rank has the logits of the whole vocabulary."""
     buffer_bytes: float = 0.0
     """The program's own buffers."""
+    context_bytes: float = 1.5e9
+    """CUDA's context and kernels, outside of the allocator; on a CPU, a process and what it loads."""
+    group_bytes: float = 0.25e9
+    """Of NCCL's buffers, for each kind of group that a rank is in."""
+    engine_bytes: float = 7e9
+    """Of an engine, beside weights and cache: CUDA's context, graphs of decode steps, activations of a prefill; on a
+    CPU, its processes, which take 1.2 GB."""
 
 
 MEGARL = Software(
@@ -100,6 +107,9 @@ MEGARL_CPU = replace(
     plain_heads=True,
     asynchronous=False,
     fused_adam=False,
+    context_bytes=0.5e9,
+    group_bytes=0.0,
+    engine_bytes=1.5e9,
 )
 """And without one: torch's own operations, and gloo, which needs the cores that compute."""
 

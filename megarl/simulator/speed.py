@@ -248,13 +248,16 @@ def measured(file: Path) -> EngineModel:
     """
     try:
         table = json.loads(file.read_text())
-        table = table.get("engine", table)  # of a whole machine
+        table = table.get("engine", table) or {}  # of a whole machine, which may have none
         points = np.array(table["decode"], dtype=float).reshape(-1, 3)
         known = {name: table[name] for name in ("kv_tokens", "max_running")}
         prefill = {part: float(table.get(f"prefill_{part}_s", 0.0)) for part in ("pass", "request", "token", "pair")}
         request_s, call_s = (float(table.get(name, 0.0)) for name in ("request_s", "call_s"))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file}: no table of an engine ({error!r}); --help shows one") from None
+        raise ValueError(
+            f"{file}: no table of an engine ({error!r}); --help shows one, and"
+            " tools/calibrate_machine.py --engine MODEL measures one"
+        ) from None
     if not len(points) or (points[:, 0] < 1).any() or (points <= 0).any() or min(known.values()) < 1:
         raise ValueError(f"{file}: batches, contexts, seconds, kv_tokens and max_running are above 0")
     sizes = np.unique(points[:, 0])

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from megarl.config import Layout
+from megarl.config import Layout, RecipeError
 from megarl.layout import Table, Training, read_table, step_time
+from megarl.rollout_engine import EngineError
 from tests.distributed.launch import Launcher, run
 from tests.unit.test_layout_calibration import small
-from tools.calibrate_machine import ROWS, SENT, WIDTHS, group_sizes, rising
+from tools import calibrate_machine
+from tools.calibrate_machine import ROWS, SENT, WIDTHS, check_model, group_sizes, rising
 
 pytestmark = pytest.mark.distributed
 
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all")
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+MORE = {
+    "intermediate_size": 128,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+CONFIG = json.dumps({"architectures": ["Qwen3ForCausalLM"], **SIZES, **MORE})
 
 
 def calibrated(launcher: Launcher, ranks_per_node: int, directory: Path) -> Table:
@@ -50,6 +66,31 @@ def test_groups_on_two_nodes_are_measured_too(tmp_path: Path) -> None:
     wanted = {(kind, *size) for kind in KINDS for size in ((2, 1), (2, 2), (4, 2))}
     assert groups == wanted | {("send", 2, 1), ("send", 2, 2)}
     assert table.machine(16).collective_s(1e6, 16, 1) > 0
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [(None, "no Hugging Face model: it has no config.json"), ("{", "not JSON"), (CONFIG, "it has no weights")],
+)
+def test_what_is_no_model_is_told_before_anything_is_measured(
+    config: str | None, complaint: str, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises((ValueError, RecipeError), match=complaint):
+        check_model(tmp_path)
+
+
+def test_an_engine_that_ends_is_told_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: Any, **__: Any) -> Any:
+        address = SimpleNamespace(url="http://127.0.0.1:9")  # where nothing listens
+        child = SimpleNamespace(process=SimpleNamespace(pid=os.getpid()))
+        return SimpleNamespace(wait_healthy=lambda: 0.0, address=address, child=child)
+
+    monkeypatch.setattr(calibrate_machine, "Engine", ended)
+    guard = SimpleNamespace(stop_children=lambda: None)
+    with pytest.raises(EngineError, match="no longer answered while it was measured"):
+        calibrate_machine.measure_engine(Path("model"), torch.device("cpu"), guard)  # type: ignore[arg-type]
 
 
 def test_which_groups_are_measured() -> None:

@@ -180,7 +180,7 @@ def test_an_engine_in_a_table_can_be_simulated(tmp_path: Path) -> None:
     engine = {"name": "of it", "kv_tokens": 100, "max_running": 2, "decode": [[1, 10, 0.01], [2, 10, 0.02]]}
     file = tmp_path / "machine.json"
     write_table(file, table())
-    with pytest.raises(ValueError, match=r"machine\.json: no table of an engine"):
+    with pytest.raises(ValueError, match=r"machine\.json: no table of an engine .* --engine MODEL measures one"):
         measured(file)
     whole = json.loads(file.read_text()) | {"engine": engine}
     file.write_text(json.dumps(whole))
@@ -230,12 +230,31 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         read_table(tmp_path / "machine.json")
 
 
+ENGINE = {"kv_tokens": 50_000, "max_running": 64, "decode": [[1, 100, 0.01], [64, 100, 0.05]]}
+
+
+def test_engines_have_memory_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of 7 GB each: on GPUs, CUDA's contexts and graphs leave none; processes of a CPU have no such things."""
+    file = tmp_path / "machine"
+    work = ["--model", "qwen3-0.6b", "--stage", "grpo", "batch.prompts=4", "rollout.max_new_tokens=64"]
+    given = ["tune_layout", "--gpu", str(file), *work, "--fix", "train_ranks=4", "--json"]
+    monkeypatch.setattr("sys.argv", given)
+    node = table("cuda", ranks_per_node=8)
+    write_table(file, msgspec.structs.replace(node, memory=7e9, engine=ENGINE))
+    with pytest.raises(SystemExit, match="training alone fits on 4 GPUs"):
+        tune_layout.main()
+    write_table(file, msgspec.structs.replace(node, device="cpu", memory=8 * 7e9, engine=ENGINE))
+    tune_layout.main()
+    assert all(row["engines"]["fraction"] > 0.5 for row in json.loads(capsys.readouterr().out))
+
+
 def test_the_tuner_takes_a_measured_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its engine, too; each rank of a step on more ranks than cores is slower."""
-    engine = {"kv_tokens": 50_000, "max_running": 64, "decode": [[1, 100, 0.01], [64, 100, 0.05]]}
-    write_table(tmp_path / "machine.json", msgspec.structs.replace(table(), engine=engine))
+    """Its engine, too; a step on more ranks than cores is no faster."""
+    write_table(tmp_path / "machine.json", msgspec.structs.replace(table(), engine=ENGINE))
     seconds = []
     for nodes in ("2", "4"):
         arguments = ["--gpu", str(tmp_path / "machine.json"), "--gpus-per-node", nodes, "--model", "qwen3-0.6b"]
@@ -245,4 +264,4 @@ def test_the_tuner_takes_a_measured_machine(
         found = json.loads(capsys.readouterr().out)
         assert {row["engines"]["tensor"] for row in found} == {1}
         seconds.append(next(row["phases_s"]["update"] for row in found if row["layout"]["tensor"] == 1))
-    assert seconds[1] > seconds[0], "two cores, and what four ranks send and start comes on top"
+    assert seconds[1] > 0.95 * seconds[0], "two cores, of which four ranks have no more; half were there four"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config import RlRecipe, check_recipe, load_recipe
+from megarl.config import RewardModelRecipe, RlRecipe, check_recipe, load_recipe
+from megarl.data.carry_addition import build_tokenizer
 from megarl.layout import KNOWN
 from tools import tune_layout
 
@@ -138,6 +140,26 @@ def test_smaller_nodes_have_fewer_links() -> None:
     whole = rows(*given, "--nodes", "2")[0]
     halves = rows(*given, "--nodes", "4", "--gpus-per-node", "4")[0]
     assert halves["step_s"] > 1.2 * whole["step_s"]
+
+
+def test_lengths_of_pairs_come_from_the_recipes_data(tmp_path: Path) -> None:
+    """Of two answers of which one has three more digits."""
+    build_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "2000"}\n')
+    overrides = [f"data.train={tmp_path}/pairs.jsonl", f"model.path={tmp_path}"]
+    recipe = load_recipe(ROOT / "launch/recipes/carry_addition_reward_model.yaml", overrides)
+    assert isinstance(recipe, RewardModelRecipe)
+    first, second = tune_layout.learned_lengths(recipe, KNOWN["qwen3-0.6b"]).groups
+    assert second.lengths[0] - first.lengths[0] == 3
+
+
+def test_nobody_need_read_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind `| head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        tune_layout.show("a table")
 
 
 def test_lengths_come_from_a_file(tmp_path: Path) -> None:
