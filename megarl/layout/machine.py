@@ -5,6 +5,7 @@ Peaks are `megarl.simulator.GPUS`; shares are fitted to published training runs 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -123,37 +124,55 @@ class Machine:
         """
         if ranks == 1:
             return 0.0
-        near = min(ranks, max(1, self.gpu.linked // stride))
+        far, near = self.spread(ranks, stride)
         link, network = self.link_bytes_s, self.network_bytes_s
-        if near == ranks:
+        if far == 1:
             return sent * (ranks - 1) / ranks / link + self.shares.collective_s
-        far = ranks // near
         # rings through all NICs of the node's members: each carries 1 / near of the bytes
         seconds = sent * (far - 1) / far / near / network + sent * (near - 1) / near / link
         return seconds + self.shares.collective_s * (1 + far.bit_length())
 
-    def exchange_s(self, sent: float, choices: int, ranks: int, stride: int, once: bool) -> float:
-        """Seconds to send tokens of `sent` bytes on each rank to the ranks of the `choices` experts of each, at random.
+    def exchange_s(self, sent: float, chosen: tuple[int, int], ranks: int, stride: int, once: bool) -> float:
+        """Seconds to send tokens of `sent` bytes on each rank to the ranks of those experts that each has `chosen` at
+        random, so many of so many.
 
-        A token goes once to each rank that has any of its experts; `once` also over the network once to each node,
-        where it is passed on.
+        A token goes to each of its experts; `once` over the network once to each node that has any, and from there once
+        to each rank.
         """
         if ranks == 1:
             return 0.0
-        near = min(ranks, max(1, self.gpu.linked // stride))
-        nodes = ranks // near
+        nodes, near = self.spread(ranks, stride)
         link, network = self.gpu.link * self.shares.exchange, self.network_bytes_s
-        copies, visits = distinct(ranks, choices), distinct(nodes, choices)
-        away = (visits if once else copies) * (nodes - 1) / nodes
+        copies = distinct(ranks, *chosen) if once else chosen[0]
+        away = (distinct(nodes, *chosen) if once else copies) * (nodes - 1) / nodes
         inside = copies * (1 if once else near / ranks) * (near - 1) / near
         return sent * max(away / network, inside / link) + self.shares.collective_s
 
-    def send_s(self, sent: float, stride: int) -> float:
-        """Seconds to send bytes to the rank `stride` further."""
-        speed = self.link_bytes_s if stride < self.gpu.linked else self.network_bytes_s
-        return sent / speed + self.shares.collective_s
+    def send_s(self, sent: float, stride: int, ranks: int) -> float:
+        """Seconds to send bytes to the rank `stride` further, of `ranks` in all: the mean of those that do."""
+        away = self.away(stride, ranks)
+        return sent * (away / self.network_bytes_s + (1 - away) / self.link_bytes_s) + self.shares.collective_s
+
+    def shown_s(self, seconds: float, beside: float) -> float:
+        """What collectives add to `beside` seconds of computation that they run beside."""
+        return max((1 - self.shares.overlap) * seconds, seconds - self.shares.overlap * beside)
+
+    def spread(self, ranks: int, stride: int) -> tuple[int, float]:
+        """On how many nodes a group is whose ranks are so far apart, and how many of them are on each: as few nodes as
+        hold it, and evenly, as jobs are placed that use 64 of a rack's 72 GPUs."""
+        nodes = -(-ranks // max(1, self.gpu.linked // stride))
+        return nodes, ranks / nodes
+
+    def away(self, stride: int, ranks: int) -> float:
+        """The share of so many ranks for which the rank `stride` further is on another node."""
+        nodes, near = self.spread(ranks, 1)
+        return min(1.0, stride / near) if nodes > 1 else 0.0
 
 
-def distinct(places: int, draws: int) -> float:
-    """How many of so many places are drawn at least once, on average."""
-    return places * (1 - (1 - 1 / places) ** draws)
+def distinct(places: int, chosen: int, count: int) -> float:
+    """How many of so many places have any of those that are chosen of `count` experts, on average.
+
+    Each place has as many experts. None of a place's is chosen if all are among the others.
+    """
+    others = count - count / places
+    return places * (1 - math.prod(max(0.0, others - one) / (count - one) for one in range(chosen)))
