@@ -82,6 +82,8 @@ class Machine:
     gpu: Gpu
     generation: str = "H100"
     shares: Shares = field(default_factory=Shares)
+    bubble: float = 1.0
+    """Of a pipeline's bubble, what it costs: less where ranks share cores, which those that wait leave to others."""
 
     @property
     def link_bytes_s(self) -> float:
