@@ -134,7 +134,10 @@ class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if dtype not in load.gemm:
             raise ValueError(f"the table of {self.name} has no products in {dtype}")
         gpu = self._gpu(load, dtype, exchanges, near)
-        return Measured(gpu, GENERATION, self._shares(load, dtype, gpu.flops_16), load=load, exchanges=exchanges)
+        shares = self._shares(load, dtype, gpu.flops_16)
+        alone = self.loads[0].gemm.get(dtype, load.gemm[dtype]).rates().max()
+        bubble = min(1.0, float(load.gemm[dtype].rates().max() / alone))
+        return Measured(gpu, GENERATION, shares, bubble, load=load, exchanges=exchanges)
 
     def _gpu(self, load: Load, dtype: Dtype, exchanges: Sequence[Exchange], near: int) -> Gpu:
         """What was reached, in place of a data sheet's peaks."""

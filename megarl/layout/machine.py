@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.76, "H100": 0.65, "B200": 0.59, "B300": 0.71}
-_LINK = {"A100": 0.54, "H100": 0.65, "B200": 0.59, "B300": 0.58}
-_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.95, "mxfp8": 0.88, "fp4": 0.63}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.34, "flash1": 0.36, "flash2": 0.48, "cudnn": 0.61}
+_GEMM = {"A100": 0.78, "H100": 0.65, "B200": 0.60, "B300": 0.72}
+_LINK = {"A100": 0.56, "H100": 0.66, "B200": 0.58, "B300": 0.58}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.94, "mxfp8": 0.87, "fp4": 0.63}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.37, "flash1": 0.36, "flash2": 0.46, "cudnn": 0.59}
 
 
 GENERATIONS = {
@@ -43,21 +43,21 @@ class Shares:
     """Of `gemm`, on the peak of each precision; in 32 bits, on the 16-bit peak."""
     attention: Mapping[Kernel, float] = field(default_factory=lambda: dict(_ATTENTION))
     """Of the 16-bit peak, in the products of attention's forward pass; they are the same however a softmax is fused."""
-    older_kernel: float = 0.56
+    older_kernel: float = 0.57
     """Of that, where kernels that were written for the A100 run on a later GPU."""
-    depth: float = 99.0
+    depth: float = 114.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
-    tail: float = 1.1e6
+    tail: float = 1.25e6
     """A matrix product takes as long as for so many more results: the last round of tiles leaves a GPU half empty."""
     scan: float = 0.021
     """Of the 16-bit peak, in a Mamba-2 scan."""
-    memory: float = 0.78
+    memory: float = 0.75
     link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
     """In collectives within a node, by GPU generation."""
     exchange: float = 0.74
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.77
-    collective_s: float = 3e-5
+    network: float = 0.79
+    collective_s: float = 3.4e-5
     """Of one collective beyond its bytes."""
     kernel_s: float = 9e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
@@ -66,13 +66,13 @@ class Shares:
     is published is bound by GPUs."""
     expert_layer_s: float = 0.0011
     """The same of a layer with experts."""
-    routing_s: float = 0.00125
+    routing_s: float = 0.0012
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.61
+    overlap: float = 0.63
     """Of a collective that runs beside computation, what it does not add to it."""
-    waiting: float = 1.8
+    waiting: float = 1.7
     """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
-    step_s: float = 0.07
+    step_s: float = 0.065
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 
@@ -83,6 +83,8 @@ class Machine:
     gpu: Gpu
     generation: str = "H100"
     shares: Shares = field(default_factory=Shares)
+    bubble: float = 1.0
+    """Of a pipeline's bubble, what it costs: less where ranks share cores, which those that wait leave to others."""
 
     @property
     def link_bytes_s(self) -> float:

@@ -54,7 +54,7 @@ def step_time(training: Training, machine: Machine) -> Step:
         works.append((work, work.seconds + host))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
-    bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
+    bubble = machine.bubble * (sum(seconds for _, seconds in works) - longest) / layout.interleave
     rounds = 2 * layout.interleave * (count + (layout.pipeline - 1) / layout.interleave)
     return Step(
         slowest * count,

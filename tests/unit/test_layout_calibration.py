@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,17 @@ def test_a_step_is_predicted_from_it() -> None:
     assert steps[4, 2].work.gemm == pytest.approx(steps[2, 2].work.gemm)
     assert steps[4, 2].data > steps[2, 2].data
     assert steps[2, 2].seconds > steps[2, 1].seconds > one.seconds / 2
+
+
+def test_a_bubble_costs_less_where_others_take_its_cores() -> None:
+    """Four ranks on two cores: two that wait leave theirs to the others."""
+    training = Training(small(), Layout(pipeline=2), 4, 512, 8, precision="fp32")
+    shared = table().machine(4, "fp32")
+    assert shared.bubble == pytest.approx(0.5)
+    assert table().machine(2, "fp32").bubble == 1.0
+    alone = step_time(training, replace(shared, bubble=1.0))
+    assert step_time(training, shared).bubble == pytest.approx(alone.bubble / 2)
+    assert step_time(training, shared).work == alone.work
 
 
 def test_layouts_are_searched_on_it() -> None:
