@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from megarl.layout.training import Kernel, Precision
 from megarl.simulator import Gpu
 
-_GEMM = {"A100": 0.78, "H100": 0.65, "B200": 0.60, "B300": 0.72}
-_LINK = {"A100": 0.56, "H100": 0.66, "B200": 0.58, "B300": 0.58}
-_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.94, "mxfp8": 0.87, "fp4": 0.63}
-_ATTENTION: dict[Kernel, float] = {"unfused": 0.37, "flash1": 0.36, "flash2": 0.46, "cudnn": 0.59}
+_GEMM = {"A100": 0.78, "H100": 0.644, "B200": 0.6, "B300": 0.725}
+_LINK = {"A100": 0.562, "H100": 0.66, "B200": 0.574, "B300": 0.577}
+_LOW_PRECISION: dict[Precision, float] = {"fp32": 0.07, "bf16": 1.0, "fp8": 0.944, "mxfp8": 0.875, "fp4": 0.627}
+_ATTENTION: dict[Kernel, float] = {"unfused": 0.374, "flash1": 0.355, "flash2": 0.46, "cudnn": 0.589}
 
 
 GENERATIONS = {
@@ -45,19 +45,19 @@ class Shares:
     """Of the 16-bit peak, in the products of attention's forward pass; they are the same however a softmax is fused."""
     older_kernel: float = 0.57
     """Of that, where kernels that were written for the A100 run on a later GPU."""
-    depth: float = 114.0
+    depth: float = 113.0
     """A matrix product takes as long to begin and to end as for so many more inputs."""
-    tail: float = 1.25e6
+    tail: float = 1.23e6
     """A matrix product takes as long as for so many more results: the last round of tiles leaves a GPU half empty."""
     scan: float = 0.021
     """Of the 16-bit peak, in a Mamba-2 scan."""
     memory: float = 0.75
     link: Mapping[str, float] = field(default_factory=lambda: dict(_LINK))
     """In collectives within a node, by GPU generation."""
-    exchange: float = 0.74
+    exchange: float = 0.763
     """Of the link, when tokens are sent to experts."""
-    network: float = 0.79
-    collective_s: float = 3.4e-5
+    network: float = 0.794
+    collective_s: float = 3.6e-5
     """Of one collective beyond its bytes."""
     kernel_s: float = 9e-6
     """Of a kernel's start and end, in which the GPU does nothing else."""
@@ -68,11 +68,11 @@ class Shares:
     """The same of a layer with experts."""
     routing_s: float = 0.0012
     """Of a forward pass through a layer with experts, whose host waits to know how many tokens each of them has."""
-    overlap: float = 0.63
+    overlap: float = 0.645
     """Of a collective that runs beside computation, what it does not add to it."""
-    waiting: float = 1.7
+    waiting: float = 1.71
     """How much longer a collective takes in programs that run nothing beside any: all wait for the slowest rank."""
-    step_s: float = 0.065
+    step_s: float = 0.067
     """Of a step: the optimizer's kernels, the gradient's norm, the data."""
 
 
