@@ -134,7 +134,10 @@ class Table(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
         if dtype not in load.gemm:
             raise ValueError(f"the table of {self.name} has no products in {dtype}")
         gpu = self._gpu(load, dtype, exchanges, near)
-        return Measured(gpu, GENERATION, self._shares(load, dtype, gpu.flops_16), load=load, exchanges=exchanges)
+        shares = self._shares(load, dtype, gpu.flops_16)
+        alone = self.loads[0].gemm.get(dtype, load.gemm[dtype]).rates().max()
+        bubble = min(1.0, float(load.gemm[dtype].rates().max() / alone))
+        return Measured(gpu, GENERATION, shares, bubble, load=load, exchanges=exchanges)
 
     def _gpu(self, load: Load, dtype: Dtype, exchanges: Sequence[Exchange], near: int) -> Gpu:
         """What was reached, in place of a data sheet's peaks."""
@@ -199,16 +202,20 @@ class Measured(Machine):
         if ranks == 1:
             return 0.0
         kinds: tuple[Kind, ...] = ("all_gather", "reduce_scatter")
-        return sum(self._seconds(kind, sent, ranks, stride) for kind in kinds) / len(kinds)
+        nodes, _ = self.spread(ranks, stride)
+        return sum(self._seconds(kind, sent, ranks, nodes) for kind in kinds) / len(kinds)
 
-    def exchange_s(self, sent: float, choices: int, ranks: int, stride: int, once: bool) -> float:
-        """Of all-to-alls that send each token to each rank that has any of its experts."""
+    def exchange_s(self, sent: float, chosen: tuple[int, int], ranks: int, stride: int, once: bool) -> float:
+        """Of all-to-alls, which have nobody on a node pass tokens on."""
         if ranks == 1:
             return 0.0
-        return self._seconds("all_to_all", sent * distinct(ranks, choices), ranks, stride)
+        copies = distinct(ranks, *chosen) if once else chosen[0]
+        return self._seconds("all_to_all", sent * copies, ranks, self.spread(ranks, stride)[0])
 
-    def send_s(self, sent: float, stride: int) -> float:
-        return self._seconds("send", sent, 2, stride)
+    def send_s(self, sent: float, stride: int, ranks: int) -> float:
+        away = self.away(stride, ranks)
+        shares = {1: 1 - away, 2: away}
+        return sum(share * self._seconds("send", sent, 2, nodes) for nodes, share in shares.items() if share)
 
     def _products(self, precision: Precision) -> Products:
         if precision not in self.load.gemm:
@@ -226,10 +233,8 @@ class Measured(Machine):
             log_rates = log_rates[below] + (place - below) * (log_rates[above] - log_rates[below])
         return float(np.exp(log_rates))
 
-    def _seconds(self, kind: Kind, sent: float, ranks: int, stride: int) -> float:
+    def _seconds(self, kind: Kind, sent: float, ranks: int, nodes: int) -> float:
         """From the measured groups nearest in size, on nodes as these are: one or several."""
-        near = min(ranks, max(1, self.gpu.linked // stride))
-        nodes = -(-ranks // near) if kind != "send" else 1 + (stride >= self.gpu.linked)
         fitting = [one for one in self.exchanges if one.kind == kind and (one.nodes > 1) == (nodes > 1)]
         if not fitting:
             raise ValueError(f"no {kind} on {'several nodes' if nodes > 1 else 'one node'} was measured: {AGAIN}")

@@ -16,6 +16,9 @@ from megarl.layout.training import LOW, Training
 UNALIGNED = 11.0
 """How much slower the products of unfused attention are with heads that are no multiple of 8 elements."""
 
+BACKWARD = 0.8
+"""Of the rate of attention's forward pass without stored scores, what its backward pass reaches."""
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -176,7 +179,7 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
         if software.packed and layout.context > 1:  # a rank's queries and keys make no triangle
             flops *= 2
         ahead = flops / peak
-        back = 2.5 * ahead / 0.8
+        back = 2.5 * ahead / BACKWARD
     kv = attention.kv_heads / min(layout.tensor, attention.kv_heads) * (attention.key + attention.value)
     kv *= training.element_bytes * tokens * layout.context
     if software.packed:
@@ -187,11 +190,12 @@ def _attention(training: Training, machine: Machine, attention: Attention) -> tu
             Cost(attention=ahead, memory=around, tensor=gather),
             Cost(attention=back, memory=around, tensor=gather),
         )
-    ring = 0.0
-    if layout.context > 1:  # keys and values go round, beside the products
-        one = machine.collective_s(kv, layout.context, layout.tensor)
-        ring = max(0.0, one - machine.shares.overlap * ahead)
-    return Cost(attention=ahead, memory=rope, tensor=ring), Cost(attention=back, memory=rope, tensor=2 * ring)
+    # keys and values go round beside the products, and in the backward pass their gradients as well
+    ring = machine.collective_s(kv, layout.context, layout.tensor)
+    return (
+        Cost(attention=ahead, memory=rope, tensor=machine.shown_s(ring, ahead)),
+        Cost(attention=back, memory=rope, tensor=machine.shown_s(2 * ring, back)),
+    )
 
 
 def _scan(training: Training, machine: Machine, scan: Scan) -> tuple[Cost, Cost]:
@@ -258,8 +262,9 @@ def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Co
     permute = machine.memory_s(8.0 * routed * hidden + 16.0 * own * mixture.count)
     router = machine.gemm_s(own, mixture.router.inputs, mixture.router.outputs, training.rest)
     software = training.software
+    chosen = mixture.active, mixture.count
     send = machine.exchange_s(
-        training.element_bytes * own * hidden, mixture.active, layout.expert, layout.expert_tensor, software.send_once
+        training.element_bytes * own * hidden, chosen, layout.expert, layout.expert_tensor, software.send_once
     )
     send *= 1 - machine.shares.overlap if software.expert_overlap else 1.0
     wait = 0.0 if software.graphs else machine.shares.routing_s
@@ -268,8 +273,8 @@ def _mixture(training: Training, machine: Machine, mixture: Mixture) -> tuple[Co
     ahead = Cost(gemm=gemm + router, memory=act + permute + cast + wait, expert=2 * send, tensor=2 * gather)
     back = Cost(gemm=2 * gemm + 2 * router, memory=5 / 3 * act + permute + cast, expert=2 * send, tensor=2 * gather)
     if mixture.shared is not None:
-        dense = _dense(training, machine, mixture.shared)
-        ahead, back = ahead + dense[0], back + dense[1]
+        for more in (_dense(training, machine, mixture.shared), _exchange(training, machine)):
+            ahead, back = ahead + more[0], back + more[1]
     if mixture.latent:
         around = _linears(training, machine, mixture.latent, own)
         ahead, back = ahead + around[0], back + around[1]

@@ -54,7 +54,7 @@ def step_time(training: Training, machine: Machine) -> Step:
         works.append((work, work.seconds + host))
     count = training.micro_batches
     slowest, longest = max(works, key=lambda pair: pair[1])
-    bubble = (sum(seconds for _, seconds in works) - longest) / layout.interleave
+    bubble = machine.bubble * (sum(seconds for _, seconds in works) - longest) / layout.interleave
     rounds = 2 * layout.interleave * (count + (layout.pipeline - 1) / layout.interleave)
     return Step(
         slowest * count,
@@ -97,7 +97,7 @@ def _hop(training: Training, machine: Machine) -> float:
     if layout.pipeline == 1:
         return 0.0
     whole = training.element_bytes * training.tokens * training.decoder.hidden
-    seconds = machine.send_s(whole / layout.tensor, training.gpus // layout.pipeline)
+    seconds = machine.send_s(whole / layout.tensor, training.gpus // layout.pipeline, training.gpus)
     if not training.sequence_parallel:
         seconds += machine.collective_s(whole, layout.tensor, 1)
     hidden = layout.interleave > 1 and training.software.pipeline_overlap
@@ -130,7 +130,7 @@ def _update(training: Training, machine: Machine, micro_batch_s: float) -> tuple
     if training.sharding == "full":
         seconds = max(0.0, seconds - micro_batch_s * training.micro_batches)
     elif software.data_overlap:
-        seconds = max((1 - machine.shares.overlap) * seconds, seconds - machine.shares.overlap * micro_batch_s)
+        seconds = machine.shown_s(seconds, micro_batch_s)
     if training.adapters:
         return seconds, 0.0
     shared = copies if training.sharding != "none" else 1

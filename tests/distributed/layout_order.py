@@ -18,13 +18,15 @@ class Case(msgspec.Struct):
 
 
 class Plan(JsonFile):
-    """Steps of `sequences` sequences of `tokens` tokens each, `steps` of them at each layout."""
+    """Steps of `sequences` sequences of `tokens` tokens each, `steps` of them at each layout, on a machine whose
+    operations are each measured for `interval_s`."""
 
     model: Path
     cases: dict[str, Case]
     sequences: int
     tokens: int
     steps: int
+    interval_s: float
     out: Path
 
 

@@ -33,7 +33,7 @@ def main(file: str) -> None:
     control = connect(info, DEADLINE_S)
     init_process_groups(control, CPU, one_node=True, deadline_s=DEADLINE_S)
     start, busy, own = time.perf_counter(), busy_s(), time.process_time()
-    table = calibrate(info, control, CPU)
+    table = calibrate(info, control, CPU, interval_s=plan.interval_s)
     dist.destroy_process_group()
     store, seconds = control.torch_store(), {}
     for name, case in plan.cases.items():

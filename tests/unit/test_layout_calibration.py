@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,12 +107,13 @@ def test_collectives_are_lines_through_the_measured_points() -> None:
     for sent in (0.0, 5e4, 1e6, 1e9):
         assert machine.collective_s(sent, 2, 1) == pytest.approx(LATENCY_S + sent / 2 / (BYTES_PER_S / 2))
         assert machine.collective_s(sent, 4, 1) == pytest.approx(3 * LATENCY_S + sent * 3 / 4 / (BYTES_PER_S / 2))
-        assert machine.send_s(sent, 2) == pytest.approx(LATENCY_S + sent / (BYTES_PER_S / 2))
+        assert machine.send_s(sent, 2, 4) == pytest.approx(LATENCY_S + sent / (BYTES_PER_S / 2))
     alone = table().machine(2, "fp32")
     assert alone.collective_s(1e6, 2, 1) == pytest.approx(LATENCY_S + 1e6 / 2 / BYTES_PER_S)
-    assert alone.collective_s(1e6, 1, 1) == alone.exchange_s(1e6, 2, 1, 1, once=True) == 0
-    # each token to 1.5 of two ranks, half of them the other one
-    assert alone.exchange_s(1e6, 2, 2, 1, once=True) == pytest.approx(LATENCY_S + 1.5e6 / 2 / BYTES_PER_S)
+    assert alone.collective_s(1e6, 1, 1) == alone.exchange_s(1e6, (2, 8), 1, 1, once=True) == 0
+    # one expert of the other rank for each token; both are on one rank with 2 x 1/2 x 3/7
+    assert alone.exchange_s(1e6, (2, 8), 2, 1, once=False) == pytest.approx(LATENCY_S + 2e6 / 2 / BYTES_PER_S)
+    assert alone.exchange_s(1e6, (2, 8), 2, 1, once=True) == pytest.approx(LATENCY_S + 11 / 7 * 1e6 / 2 / BYTES_PER_S)
 
 
 def test_larger_groups_are_longer_rings() -> None:
@@ -129,8 +131,9 @@ def test_groups_on_several_nodes_have_their_own_measurements() -> None:
     machine = table(more=network).machine(16)
     assert machine.collective_s(1e6, 2, 4) == pytest.approx(LATENCY_S + 1e6 / 2 / 1e8)
     assert machine.collective_s(1e6, 4, 4) == pytest.approx(3 * LATENCY_S + 1e6 * 3 / 4 / 1e8)
-    assert machine.send_s(1e6, 4) == pytest.approx(LATENCY_S + 1e6 / 1e8)
-    assert machine.send_s(1e6, 1) < machine.send_s(1e6, 4)
+    far, near = LATENCY_S + 1e6 / 1e8, machine.send_s(1e6, 1, 4)
+    assert machine.send_s(1e6, 4, 16) == pytest.approx(far)
+    assert machine.send_s(1e6, 1, 16) == pytest.approx(far / 4 + near * 3 / 4), "the last of a node's four"
 
 
 def test_ranks_that_were_measured_alone_are_no_job() -> None:
@@ -161,6 +164,17 @@ def test_a_step_is_predicted_from_it() -> None:
     assert steps[4, 2].work.gemm == pytest.approx(steps[2, 2].work.gemm)
     assert steps[4, 2].data > steps[2, 2].data
     assert steps[2, 2].seconds > steps[2, 1].seconds > one.seconds / 2
+
+
+def test_a_bubble_costs_less_where_others_take_its_cores() -> None:
+    """Four ranks on two cores: two that wait leave theirs to the others."""
+    training = Training(small(), Layout(pipeline=2), 4, 512, 8, precision="fp32")
+    shared = table().machine(4, "fp32")
+    assert shared.bubble == pytest.approx(0.5)
+    assert table().machine(2, "fp32").bubble == 1.0
+    alone = step_time(training, replace(shared, bubble=1.0))
+    assert step_time(training, shared).bubble == pytest.approx(alone.bubble / 2)
+    assert step_time(training, shared).work == alone.work
 
 
 def test_layouts_are_searched_on_it() -> None:

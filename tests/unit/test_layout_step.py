@@ -94,15 +94,41 @@ def test_rings_within_and_between_nodes() -> None:
 
 def test_tokens_go_once_to_each_place() -> None:
     link, network = GPUS["H100"].link * PLAIN.exchange, GPUS["H100"].network * PLAIN.network
-    assert H100.exchange_s(1e9, 2, 1, 1, once=True) == 0
-    one_expert = H100.exchange_s(1e9, 1, 8, 1, once=True)
-    assert one_expert == pytest.approx(1e9 * 7 / 8 / link)
-    # two of four nodes' experts: 4 (1 - (3/4)^2) = 1.75 nodes, of which three quarters are others
-    once = H100.exchange_s(1e9, 2, 32, 1, once=True)
-    assert once == pytest.approx(1e9 * 1.75 * 3 / 4 / network)
-    assert H100.exchange_s(1e9, 2, 32, 1, once=False) == pytest.approx(
-        1e9 * 32 * (1 - (31 / 32) ** 2) * 3 / 4 / network
-    )
+    assert H100.exchange_s(1e9, (2, 64), 1, 1, once=True) == 0
+    for once in (True, False):
+        one_expert = H100.exchange_s(1e9, (1, 64), 8, 1, once=once)
+        assert one_expert == pytest.approx(1e9 * 7 / 8 / link)
+    # two of 64 experts on four nodes: one node has both with 15/63, and three quarters of nodes are others
+    once = H100.exchange_s(1e9, (2, 64), 32, 1, once=True)
+    assert once == pytest.approx(1e9 * (2 - 15 / 63) * 3 / 4 / network)
+    assert H100.exchange_s(1e9, (2, 64), 32, 1, once=False) == pytest.approx(1e9 * 2 * 3 / 4 / network)
+
+
+def test_every_expert_is_somewhere_else() -> None:
+    """Experts are drawn without putting back: those of eight ranks with one each are on as many ranks as there are."""
+    link = GPUS["H100"].link * PLAIN.exchange
+    assert H100.exchange_s(1e9, (2, 8), 8, 1, once=True) == pytest.approx(2e9 * 7 / 8 / link)
+    assert H100.exchange_s(1e9, (8, 8), 2, 1, once=True) == pytest.approx(2e9 / 2 / link)
+    assert H100.exchange_s(1e9, (8, 8), 2, 1, once=False) == pytest.approx(8e9 / 2 / link), "four times to each rank"
+
+
+def test_groups_that_do_not_fill_their_nodes_are_on_as_few_as_hold_them() -> None:
+    rack = Machine(GPUS["GB200"], "B200", PLAIN)
+    cases = {(64, 1): (1, 64), (72, 1): (1, 72), (96, 1): (2, 48), (128, 1): (2, 64), (144, 1): (2, 72)}
+    assert {case: rack.spread(*case) for case in cases} == cases
+    assert rack.spread(3, 64) == (3, 1), "a rack has only one of them"
+    assert H100.spread(5, 4) == (3, 5 / 3)
+    sent, link, network = 1e9, GPUS["GB200"].link * PLAIN.link["B200"], GPUS["GB200"].network * PLAIN.network
+    assert rack.collective_s(sent, 96, 1) == pytest.approx(sent / 2 / 48 / network + sent * 47 / 48 / link)
+    exchanged = rack.exchange_s(sent, (1, 96), 96, 1, once=False)
+    assert exchanged == pytest.approx(sent / 2 / network), "half of the tokens leave the rack"
+
+
+def test_some_stages_of_a_node_send_to_the_next_node() -> None:
+    link, network = GPUS["H100"].link * PLAIN.link["H100"], GPUS["H100"].network * PLAIN.network
+    assert H100.send_s(1e9, 4, 8) == pytest.approx(1e9 / link)
+    assert H100.send_s(1e9, 4, 16) == pytest.approx(1e9 / 2 / link + 1e9 / 2 / network)
+    assert H100.send_s(1e9, 8, 16) == H100.send_s(1e9, 32, 64) == pytest.approx(1e9 / network)
 
 
 def test_the_bubble_is_that_of_one_f_one_b() -> None:
@@ -196,9 +222,9 @@ def test_a_stage_sends_its_part_of_the_hidden_states() -> None:
     def sending(**more: Any) -> float:
         return step_time(training(16, pipeline=2, **more), H100).pipeline
 
-    whole = 2 * (32 + 1) * H100.send_s(2.0 * 4096 * HIDDEN, 8)
+    whole = 2 * (32 + 1) * H100.send_s(2.0 * 4096 * HIDDEN, 8, 16)
     assert sending(global_batch=256) == pytest.approx(whole)
-    part = 2 * (64 + 1) * H100.send_s(2.0 * 4096 * HIDDEN / 2, 8)
+    part = 2 * (64 + 1) * H100.send_s(2.0 * 4096 * HIDDEN / 2, 8, 16)
     assert sending(tensor=2, global_batch=256) == pytest.approx(part)
     gathered = 2 * (64 + 1) * H100.collective_s(2.0 * 4096 * HIDDEN, 2, 1)
     assert sending(tensor=2, global_batch=256, sequence_parallel=False) == pytest.approx(part + gathered)
@@ -262,6 +288,18 @@ def test_32_bits_are_twice_the_bytes() -> None:
     scatter, gather = (H100.collective_s(4.0 * count, 2, 2) for _ in range(2))
     assert full.data == pytest.approx(scatter + gather, rel=0.05)
     assert half.data == pytest.approx(0.75 * full.data, rel=0.05)
+
+
+def test_a_ring_of_keys_adds_what_is_not_hidden() -> None:
+    """Keys and values go round once forward; they and their gradients backward. Never all of it is hidden."""
+    one_step = training(2, context=2, global_batch=1, software=Software())
+    one = H100.collective_s(2.0 * 4096 * 8 * 256, 2, 1)
+    found = step_time(one_step, H100).work
+    assert found.tensor == pytest.approx((1 - PLAIN.overlap) * 3 * LAYERS * one)
+    slow = Machine(replace(GPUS["H100"], link=1e6), "H100", PLAIN)
+    bound = step_time(one_step, slow).work
+    ring = slow.collective_s(2.0 * 4096 * 8 * 256, 2, 1)
+    assert bound.tensor == pytest.approx(3 * LAYERS * ring - PLAIN.overlap * bound.attention)
 
 
 def test_packed_attention_gathers_keys_and_makes_whole_squares_of_them() -> None:

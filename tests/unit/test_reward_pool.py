@@ -147,7 +147,7 @@ def test_what_a_rule_starts_is_ended_with_it_and_reads_no_requests(
         items = [("own", response, str(note)) for response in ("", "read", "fork", "", "read", "")]
         assert await pool.score_many(items) == [1, 0, 0, 1, 0, 1]
 
-    pool = make_pool(REAL, timeout_s=3.0, own=OwnRule(type="own", function="starts:rule"))
+    pool = make_pool(REAL, timeout_s=6.0, own=OwnRule(type="own", function="starts:rule"))
     in_pool(pool, steps)
     assert (pool.timeouts, pool.crashes) == (1, 0)
     with contextlib.suppress(psutil.NoSuchProcess):  # nobody may have reaped it yet

@@ -101,19 +101,36 @@ def grid_correlations(runs: Sequence[Run], shares: Shares) -> dict[str, float]:
         source = run.row["source"].split(";")[0]
         decoder = run.training.decoder
         grids[(f"{decoder.name} of width {decoder.hidden}", source, *(run.row[name] for name in names[1:]))].append(run)
-    found = []
+    found, spreads = [], repeats(runs)
     print(f"rank correlation in grids of {GRID} layouts or more")
     for key, members in sorted(grids.items()):
         if len({(run.training.layout, run.training.micro_batch, run.training.software) for run in members}) < GRID:
             continue
-        predicted = [1 + error(run, shares) for run in members]
-        measured = [run.seconds or 0.0 for run in members]
-        found.append(spearman([ratio * seconds for ratio, seconds in zip(predicted, measured, strict=True)], measured))
+        found.append(correlation(members, shares))
         print(f"  {found[-1]:.3f} {len(members):4d} rows, {', '.join(key)}")
+        sure = [run for run in members if not run.doubtful]
+        if len(sure) < len(members):
+            print(f"        {correlation(sure, shares):.3f} without {len(members) - len(sure)} doubtful ones")
+        if spread := spreads.get(members[0].row["framework"]):
+            best = expected_correlation([run.seconds or 0.0 for run in members], spread[0])
+            print(f"        {best:.3f} is expected of the same runs on another day")
     print("the same question measured again: standard deviation of log seconds, rows beyond the first of each")
-    for name, (spread, count) in sorted(repeats(runs).items()):
+    for name, (spread, count) in sorted(spreads.items()):
         print(f"  {spread:6.1%} {count:4d}  {name}")
     return {"grid_lowest": min(found, default=math.nan)}
+
+
+def correlation(runs: Sequence[Run], shares: Shares) -> float:
+    measured = [run.seconds or 0.0 for run in runs]
+    predicted = [(1 + error(run, shares)) * seconds for run, seconds in zip(runs, measured, strict=True)]
+    return spearman(predicted, measured)
+
+
+def expected_correlation(seconds: Sequence[float], spread: float, draws: int = 1000) -> float:
+    """Of seconds and themselves with their logarithms' errors: what a model that knows all about a run can reach."""
+    source = np.random.default_rng(0)
+    again = np.array(seconds) * np.exp(source.normal(0.0, spread, (draws, len(seconds))))
+    return statistics.fmean(spearman(list(one), seconds) for one in again)
 
 
 def repeats(runs: Sequence[Run]) -> dict[str, tuple[float, int]]:

@@ -78,13 +78,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         write_model(model)
-        measured, others, table = measure(model, cases, 3 if arguments.quick else 7, Path(directory))
+        steps, interval_s = (3, 0.01) if arguments.quick else (7, 0.03)
+        measured, others, table = measure(model, cases, steps, interval_s, Path(directory))
         if arguments.table is not None:
             arguments.table.write_bytes((Path(directory) / "table.json").read_bytes())
-        steps = {name: predict(model, case, table) for name, case in cases.items()}
+        predicted = {name: predict(model, case, table) for name, case in cases.items()}
     if others > QUIET:
         print(f"other programs had {others:.0%} of the cores: seconds are theirs as much as the layouts'")
-    return report(measured, steps)
+    return report(measured, predicted)
 
 
 def write_model(path: Path) -> None:
@@ -97,9 +98,9 @@ def write_model(path: Path) -> None:
 
 
 def measure(
-    model: Path, cases: dict[str, Case], steps: int, directory: Path
+    model: Path, cases: dict[str, Case], steps: int, interval_s: float, directory: Path
 ) -> tuple[dict[str, list[float]], float, Table]:
-    plan = Plan(model, cases, SEQUENCES, TOKENS, steps, directory)
+    plan = Plan(model, cases, SEQUENCES, TOKENS, steps, interval_s, directory)
     plan.write(directory / "plan.json")
     ranks = max(case.ranks for case in cases.values())
     payload = "tests.distributed.payload_layout_order"

@@ -70,8 +70,9 @@ SHARDED = r"llm-foundry|composer|mosaic|torchtitan|.*(fsdp|zero-?3)"
 
 GRAPHS_SINCE = 26.06
 """Megatron-Bridge's release from which its recipes capture layers with experts in CUDA graphs and overlap exchanges."""
-JEAN_ZAY_NETWORK = 6.25e9
-"""Bytes a second for each GPU: four 100 Gb/s Omni-Path links for eight of them, where BigScience trained."""
+JEAN_ZAY_NETWORK = 2.1e9
+"""Bytes a second for each GPU where BigScience trained: of a node's 400 Gb/s of Omni-Path, NCCL reached 135 between two
+nodes (the project's own measurement, bigscience/experiments/README.md), for eight GPUs."""
 POWER_CAPPED = 0.8
 """torchtitan's 500 W H100s reach so much of an SXM5's clock."""
 
@@ -87,6 +88,13 @@ class Run:
     @property
     def model(self) -> str:
         return self.row["model"]
+
+    @property
+    def doubtful(self) -> bool:
+        """One kernel's runs with two stages in one sheet: their bubbles are as long as if the pipeline were filled and
+        emptied eight times a step, for micro-batches of 1 to 8. No other sheet of this program has that."""
+        sheet = "llama_13B_bfloat16_64_GPUs_all_runs" in self.row["source"]
+        return sheet and self.training.software.kernel == "flash2" and self.training.layout.pipeline == 2
 
     @property
     def model_parallel(self) -> bool:
