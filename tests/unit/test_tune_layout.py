@@ -197,6 +197,7 @@ def test_lengths_come_from_a_file(tmp_path: Path) -> None:
         ([*SMALL, "--fix", "placement=colocated", "mode.max_lag=1"], "without mode.interrupt needs GPUs of its own"),
         ([*SMALL, "--stage", "ppo", "--write", "plan.yaml"], "--write: a plan for --stage ppo is none for"),
         ([*SMALL, "--write", "none/plan.yaml"], "--write none/plan.yaml: No such file or directory"),
+        ([*SMALL, "--write", "/dev/null"], "--write /dev/null: File exists"),
         (["--model", "qwen3-8b", "--stage", "sft", "--fix", "tensor_parallel=2"], "only learns has no engines"),
         (["--workload", str(SFT), "--stage", "grpo"], "--stage grpo: a recipe of type sft has no rollouts"),
         (
