@@ -163,7 +163,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="as if colocated phases moved out of each other's way")
     parser.add_argument("--top", type=positive, default=10, help="how many are shown")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the first plan, as a new file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="a new file for the recipe with the first plan")
     parser.add_argument("--list", action="store_true", help="print the known models")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the recipe, such as batch.prompts=512")
     return parser.parse_intermixed_args()
