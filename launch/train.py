@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.config import RecipeError, dump_recipe, load_recipe
 from megarl.data import DataError
 from megarl.rollout_engine import CoordinatorError, EngineError
-from megarl.runtime import Guard, rank_info
+from megarl.runtime import Guard, launcher_pid, rank_info
 from megarl.trainer import describe_models, describe_ranks, preflight, run_rank
 
 _BAD_INPUT = 2
@@ -79,7 +79,7 @@ def main() -> None:
             print(error, file=sys.stderr)
             sys.exit(_BAD_INPUT)
     try:
-        guard = Guard(rank_info().rank)
+        guard = Guard(rank_info().rank, launcher_pid())
     except ValueError as error:  # an environment that no launcher makes
         print(f"megarl: {error}", file=sys.stderr)
         sys.exit(_BAD_INPUT)

@@ -57,6 +57,7 @@ from megarl.runtime import (  # noqa: E402
     choose_device,
     connect,
     init_process_groups,
+    launcher_pid,
     node_address,
     rank_info,
 )
@@ -84,7 +85,7 @@ def main() -> None:
     parser.add_argument("--engine", type=Path, metavar="MODEL", help="a Hugging Face directory, for decode steps")
     arguments = parser.parse_args()
     try:
-        guard = Guard(rank_info().rank)
+        guard = Guard(rank_info().rank, launcher_pid())
     except ValueError as error:  # an environment that no launcher makes
         parser.error(str(error))
     try:

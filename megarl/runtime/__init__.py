@@ -11,7 +11,7 @@ from megarl.runtime.guard import FAILURE_FILE, Guard
 from megarl.runtime.lifeline import die_with_parent
 from megarl.runtime.logs import LOGGER, setup_logging
 from megarl.runtime.network import hold_port, node_address
-from megarl.runtime.rank import RankInfo, rank_info
+from megarl.runtime.rank import RankInfo, launcher_pid, rank_info
 
 __all__ = [
     "FAILURE_FILE",
@@ -28,6 +28,7 @@ __all__ = [
     "die_with_parent",
     "hold_port",
     "init_process_groups",
+    "launcher_pid",
     "node_address",
     "rank_info",
     "setup_logging",

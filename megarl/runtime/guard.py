@@ -27,9 +27,12 @@ _ENDING = {signal.SIGTERM, signal.SIGINT}
 
 
 class Guard:
-    """Created once, from the main thread. SIGTERM and SIGINT end the rank; SIGUSR1 sets `stop_requested`."""
+    """Created once, from the main thread. SIGTERM and SIGINT end the rank; SIGUSR1 sets `stop_requested`.
 
-    def __init__(self, rank: int) -> None:
+    The end of the process `launcher` ends the rank, too: whoever waits for a rank that is gone might wait for ever.
+    """
+
+    def __init__(self, rank: int, launcher: int | None = None) -> None:
         self.stop_requested = False
         self._rank = rank
         self._run_dir: Path | None = None
@@ -40,6 +43,9 @@ class Guard:
         wake_out.setblocking(False)
         self._wake_out = wake_out
         self._selector.register(self._wake_in, selectors.EVENT_READ)
+        self._launcher = None if launcher is None else os.pidfd_open(launcher)
+        if self._launcher is not None:
+            self._selector.register(self._launcher, selectors.EVENT_READ)
         for number in (*_ENDING, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)  # the work is done in the thread; a handler is needed to wake it
         signal.set_wakeup_fd(wake_out.fileno(), warn_on_full_buffer=False)
@@ -82,6 +88,7 @@ class Guard:
         """Say why, end the children and this process. Callable from any thread; never returns."""
         with contextlib.suppress(OSError):
             print(f"megarl: rank {self._rank}: {cause}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # also where nobody reads the output any more
             if self._run_dir is not None:
                 row = {"time": time.time(), "rank": self._rank, "cause": cause}
                 with (self._run_dir / FAILURE_FILE).open("a") as file:
@@ -107,6 +114,8 @@ class Guard:
                 elif number in _ENDING:
                     self.die(f"ended by {signal.Signals(number).name}", code=128 + number)
             return
+        if fd == self._launcher:
+            self.die("the process that started this rank has ended")
         with self._lock:
             child = self._children.get(fd)
         if child is not None:  # else it was stopped on purpose just now

@@ -20,6 +20,12 @@ class RankInfo:
     control: Literal["mpi", "tcp"]
 
 
+def launcher_pid(env: Mapping[str, str] = os.environ) -> int | None:
+    """The process that started this rank, if a launcher did and it is not outside of the rank's container."""
+    names = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK")
+    return (os.getppid() or None) if any(name in env for name in names) else None
+
+
 def rank_info(env: Mapping[str, str] = os.environ) -> RankInfo:
     """The rank described by `env`; without a launcher, rank 0 of 1.
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tests.jobs import local_job
+from tests.jobs import assert_all_gone, local_job
 
 pytestmark = pytest.mark.engine
 
@@ -63,8 +63,10 @@ def test_stop_and_resume(sft_model: Path, addition: Path, tmp_path: Path) -> Non
     ]
     with local_job(run, RL, *overrides) as job:
         job.wait_for_step(4)
+        processes = job.processes()
         os.killpg(job.process.pid, signal.SIGKILL)  # the launcher; its ranks and engines must follow
         job.wait(30)
+        assert_all_gone(processes)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000003"]
     with local_job(run, RL, *overrides, "--resume") as job:
         assert job.wait() == 0, job.output()[-3000:]

@@ -11,7 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+
+from tests.jobs import alive, wait_until
 
 SLEEPER = "import time\ndef main():\n    print('the last words', flush=True)\n    time.sleep(600)\n"
 
@@ -102,6 +105,41 @@ def rank(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rank]:
     rank = Rank(tmp_path, request.param)
     yield rank
     rank.close()
+
+
+LAUNCHER = """
+import subprocess, sys
+rank = (
+    "import os, sys, time\\n"
+    "from pathlib import Path\\n"
+    "from megarl.runtime import Guard\\n"
+    "guard = Guard(1, os.getppid())\\n"
+    "guard.record_failures_in(Path(sys.argv[1]))\\n"
+    "print(os.getpid(), flush=True)\\n"
+    "time.sleep(600)\\n"
+)
+subprocess.run([sys.executable, "-c", rank, sys.argv[1]], start_new_session=True)
+"""
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path: Path) -> None:
+    """Though nothing tells it: it has a session of its own, and nobody reads its output."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert launcher.stdout is not None
+    rank = psutil.Process(int(launcher.stdout.readline()))
+    try:
+        launcher.kill()
+        launcher.communicate()
+        wait_until(lambda: not alive(rank), 10, lambda: "the rank lives on")
+        assert "the process that started this rank has ended" in (tmp_path / "failure.jsonl").read_text()
+    finally:
+        if alive(rank):
+            rank.kill()
 
 
 STUCK_RANKS = pytest.mark.parametrize("rank", ["sleep", "receive", "deadlock in C"], indirect=True)
