@@ -75,7 +75,7 @@ SPREAD_BYTES = 1 << 27
 """More than caches hold."""
 SENT = {"cpu": (1 << 12, 1 << 18, 1 << 22, 1 << 25), "cuda": (1 << 14, 1 << 22, 1 << 27)}
 """Bytes."""
-PRODUCT = {"cpu": (256, 512), "cuda": (4096, 8192)}
+PRODUCT = {"cpu": (256, 512), "cuda": (1024, 4096)}
 """Rows and columns of what is multiplied with itself between collectives: about a millisecond, as between a layer's."""
 
 
